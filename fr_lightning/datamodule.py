@@ -1,0 +1,342 @@
+"""Streams fresh batches of completed trajectories from running episodes to the learner.
+
+Invariant: a batch is handed out once, and the next only after the update made of the last one is in the engine. The
+engine, its event loop and the episodes live exactly as long as the trainer's stage: they start with the first batch
+asked for and are closed at its end, by whatever way it ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import gymnasium
+import lightning.pytorch as pl
+from torch import Tensor
+
+from fr_lightning.engines.base import Engine, Sampling
+from fr_lightning.envs.base import TextEnv
+from fr_lightning.rollout.conversation import ChatFormat
+from fr_lightning.rollout.ledger import Ledger, TaskSource
+from fr_lightning.rollout.pool import LoopThread, Pool, RetryPolicy, wait
+from fr_lightning.rollout.queue import LagLimit
+from fr_lightning.rollout.runner import EpisodeFailed, EpisodeLimits, Runner, derived_seed
+from fr_lightning.trajectory import Task, Trajectory, TrajectoryBatch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """What is played at validation.
+
+    Attributes:
+        tasks: number of held-out tasks; with a dataset, its first so many validation rows. null: all rows.
+        samples: k, how often each is played (avg@k, pass@k).
+        sampling: how tokens are drawn; null: as in training.
+    """
+
+    tasks: int | None = 128
+    samples: int = 1
+    sampling: Sampling | None = None
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or (self.tasks is not None and self.tasks < 1):
+            raise ValueError(f"an evaluation needs ≥ 1 tasks and samples, got {self}")
+
+
+class RolloutDataModule(pl.LightningDataModule):
+    """Episodes of an environment, played by an engine, as batches for the learner.
+
+    Args:
+        env: the environment: a class_path (its init_args are the environment's settings) or a Gymnasium id such as
+            `fr_lightning/Calculator-v0`.
+        engine: the generation engine.
+        batch_size: B, trajectories per update and per rank.
+        mode: `async`: episodes run while the learner learns. `sync`: the learner and the episodes take turns, and two
+            runs of the same seed are equal bit for bit (for tests and debugging).
+        concurrency: episodes in flight.
+        max_queued: completed trajectories that may wait for the learner before no further episode starts; null: B.
+        lag: how stale a trajectory may be when it is trained on.
+        sampling: how tokens are drawn. Training needs the full distribution: no top-p, top-k or min-p.
+        limits: where an episode is cut off.
+        rollouts_per_task: how often each task is played in a row; above 1 only for the `group` baseline.
+        retry: what happens to episodes that fail.
+        evaluation: what is played at validation.
+        seed: of tasks, their order and the policy's dice.
+        template_kwargs: passed to the chat template, such as {enable_thinking: false}.
+    """
+
+    def __init__(
+        self,
+        env: Callable[[], TextEnv] | str,
+        engine: Engine,
+        batch_size: int = 64,
+        mode: Literal["async", "sync"] = "async",
+        concurrency: int = 64,
+        max_queued: int | None = None,
+        lag: LagLimit = LagLimit(),  # noqa: B008 (frozen)
+        sampling: Sampling = Sampling(),  # noqa: B008
+        limits: EpisodeLimits = EpisodeLimits(),  # noqa: B008
+        rollouts_per_task: int = 1,
+        retry: RetryPolicy = RetryPolicy(),  # noqa: B008
+        evaluation: EvaluationPlan = EvaluationPlan(),  # noqa: B008
+        seed: int = 0,
+        template_kwargs: dict[str, Any] | None = None,
+    ):
+        super().__init__()
+        if min(batch_size, concurrency, rollouts_per_task) < 1:
+            raise ValueError("data.batch_size, data.concurrency and data.rollouts_per_task must be ≥ 1")
+        if batch_size % rollouts_per_task:
+            raise ValueError("data.batch_size must be a multiple of data.rollouts_per_task")
+        if not sampling.full_support:
+            raise ValueError(
+                "training samples from the whole distribution (importance sampling divides by its probabilities): set "
+                "data.sampling to temperature > 0, top_p 1, top_k 0, min_p 0. Filters belong in "
+                "data.evaluation.sampling"
+            )
+        self.engine = engine
+        self.batch_size = batch_size
+        self.mode = mode
+        self.evaluation = evaluation
+        self._make_env = _env_factory(env)
+        self._concurrency = concurrency
+        self._max_queued = batch_size if max_queued is None else max_queued
+        self._lag = lag
+        self._sampling = sampling
+        self._limits = limits
+        self._rollouts_per_task = rollouts_per_task
+        self._retry = retry
+        self._seed = seed
+        self._template_kwargs = template_kwargs
+        self._thread: LoopThread | None = None
+        self._pool: Pool | None = None
+        self._ledger: Ledger | None = None
+        self._ledger_state: Mapping[str, Any] | None = None
+        self._reference_env: TextEnv | None = None
+        self._episodes: list[tuple[Task, int]] = []
+        self.published_version: int | None = None
+        """Version of the weights last put into the engine; None: none yet."""
+        self._closing = threading.Lock()
+        self.seconds_waited = 0.0
+        """How long the learner waited for its latest batch."""
+
+    # -- Lightning's hooks -------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Start the engine's event loop and, on it, the engine; weights follow with the first publication."""
+        if self._thread is not None:
+            return
+        model = self.trainer.lightning_module.model_name  # pyright: ignore[reportOptionalMemberAccess]
+        self._reference_env = self._make_env()
+        self._thread = LoopThread("rollouts", workers=2 * self._concurrency + 8)
+        starting = self._thread.submit(self.engine.start(model))
+        chat = ChatFormat(self._tokenizer(model), template_kwargs=self._template_kwargs)
+        wait(starting, self._check)
+        room = getattr(self.engine, "max_context", None)
+        if room is not None and room < self._limits.max_context:
+            raise ValueError(
+                f"data.limits.max_context is {self._limits.max_context} tokens but the engine holds {room}: raise "
+                "data.engine.init_args.max_context or lower the limit"
+            )
+        source = TaskSource(self._reference_env.tasks("train"), self._seed, rollouts_per_task=self._rollouts_per_task)
+        self._ledger = Ledger(source, rank=self.trainer.global_rank, world_size=self.trainer.world_size)  # pyright: ignore[reportOptionalMemberAccess]
+        if self._ledger_state is not None:
+            self._ledger.load_state_dict(self._ledger_state)
+        self._pool = Pool(
+            self._thread,
+            Runner(self.engine, chat, self._sampling, self._limits),
+            self._make_env,
+            self._ledger,
+            batch_size=self.batch_size,
+            concurrency=self._concurrency,
+            max_queued=self._max_queued,
+            lag=self._lag,
+            retry=self._retry,
+            engine_version=lambda: self.engine.version,
+        )
+
+    def train_dataloader(self) -> Iterable[TrajectoryBatch]:
+        return _Batches(self)
+
+    def val_dataloader(self) -> Iterable[PlayedEpisodes]:
+        return self._evaluation_loader("validation")
+
+    def test_dataloader(self) -> Iterable[PlayedEpisodes]:
+        return self._evaluation_loader("test")
+
+    def predict_dataloader(self) -> Iterable[PlayedEpisodes]:
+        return self._evaluation_loader("validation")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ledger": self.ledger.state_dict()} if self._ledger is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._ledger_state = state_dict.get("ledger")
+        if self._ledger is not None and self._ledger_state is not None:
+            self._ledger.load_state_dict(self._ledger_state)
+
+    def teardown(self, stage: str) -> None:
+        self.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.close()
+
+    # -- what the learner calls --------------------------------------------------------------------------------------
+
+    @property
+    def ledger(self) -> Ledger:
+        assert self._ledger is not None, "the data module is not set up"
+        return self._ledger
+
+    @property
+    def pool(self) -> Pool:
+        assert self._pool is not None, "the data module is not set up"
+        return self._pool
+
+    def publish(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Put the learner's weights into the engine and free the places of the trajectories they were made of."""
+        assert self._thread is not None
+        self._thread.run(self.engine.update_weights(named_tensors, version), self._check)
+        self.published_version = version
+        self.pool.published()
+
+    def next_batch(self, version: int) -> TrajectoryBatch:
+        """The fresh batch for update `version` + 1; waits for it."""
+        if self.published_version != version:
+            raise RuntimeError(
+                f"the learner is at version {version}, the weights in the engine at {self.published_version}: "
+                "training needs the fr_lightning.callbacks.WeightSync callback (the command line adds it by itself)"
+            )
+        began = time.perf_counter()
+        if self.mode == "sync":
+            trajectories = self.pool.play_batch(self._check)
+        else:
+            self.pool.start()
+            trajectories = self.pool.next_batch(version, self._check)
+        self.seconds_waited = time.perf_counter() - began
+        return TrajectoryBatch(trajectories)
+
+    def close(self) -> None:
+        """Stop the episodes and the engine. Safe to call twice, and from an exception's way out."""
+        with self._closing:
+            thread, self._thread = self._thread, None
+            if thread is None:
+                return
+            if self._pool is not None:
+                self._pool.stop()
+            thread.run(self.engine.close())
+            thread.stop()
+            self.published_version = None
+            if self._reference_env is not None:
+                self._reference_env.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _tokenizer(self, model: str) -> Any:
+        from fr_lightning.models import load_tokenizer  # transformers takes seconds to import: not for --help
+
+        return load_tokenizer(model)
+
+    def _check(self) -> None:
+        """Polled wherever the learner waits: SIGTERM must not find it asleep."""
+        trainer = self.trainer
+        if trainer is not None and trainer.received_sigterm:
+            from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+            raise SIGTERMException
+
+    def _evaluation_loader(self, split: str) -> _EvaluationLoader:
+        assert self._reference_env is not None
+        rows = self._reference_env.tasks(split)
+        count = self.evaluation.tasks
+        if rows is not None:
+            count = len(rows) if count is None else min(count, len(rows))
+        elif count is None:
+            raise ValueError("data.evaluation.tasks must be a number: this environment makes tasks without end")
+        tasks = [
+            # not data.seed: every run is judged by the same held-out tasks
+            Task(
+                id=f"{split}/{index if rows is None else rows[index].get('id', index)}",
+                seed=derived_seed("evaluation", split, index),
+                row=None if rows is None else rows[index],
+                split=split,
+                group=index,
+            )
+            for index in range(count)
+        ]
+        trainer = self.trainer
+        assert trainer is not None
+        mine = tasks[trainer.global_rank :: trainer.world_size]
+        return _EvaluationLoader(self, [(task, k) for task in mine for k in range(self.evaluation.samples)])
+
+    def play(self, episodes: list[tuple[Task, int]]) -> Iterator[Trajectory | EpisodeFailed]:
+        """Evaluation episodes, each played once, in the order given."""
+        runner = dataclasses.replace(self.pool.runner, sampling=self.evaluation.sampling or self._sampling)
+        return self.pool.evaluate(episodes, runner, lockstep=self.mode == "sync", check=self._check)
+
+
+class PlayedEpisodes:
+    """Some evaluation episodes and what came of each. No `Sequence`, as `TrajectoryBatch` is none."""
+
+    def __init__(self, results: list[Trajectory | EpisodeFailed]):
+        self.results = results
+
+    def __iter__(self) -> Iterator[Trajectory | EpisodeFailed]:
+        return iter(self.results)
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """The training loader: endless and re-entrant. Episodes start with the first batch asked for.
+
+    Its length is only where Lightning draws the line between epochs. Without one, Lightning would fetch a batch ahead:
+    a step of staleness, and a batch lost on resume.
+    """
+
+    data: RolloutDataModule
+
+    def __len__(self) -> int:
+        max_steps = self.data.trainer.max_steps  # pyright: ignore[reportOptionalMemberAccess]
+        return max_steps if max_steps > 0 else 1_000_000
+
+    def __iter__(self) -> Iterator[TrajectoryBatch]:
+        while True:
+            module = self.data.trainer.lightning_module  # pyright: ignore[reportOptionalMemberAccess]
+            yield self.data.next_batch(module.policy_version)
+
+
+@dataclass(frozen=True)
+class _EvaluationLoader:
+    """Evaluation episodes in chunks, with a length, so that the progress bar knows where it is."""
+
+    data: RolloutDataModule
+    episodes: list[tuple[Task, int]] = field(repr=False)
+    chunk: int = 8
+
+    def __len__(self) -> int:
+        return -(-len(self.episodes) // self.chunk)
+
+    def __iter__(self) -> Iterator[PlayedEpisodes]:
+        results = self.data.play(self.episodes)
+        for _ in range(len(self)):
+            yield PlayedEpisodes([result for _, result in zip(range(self.chunk), results, strict=False)])
+
+
+def _env_factory(env: Callable[[], TextEnv] | str) -> Callable[[], TextEnv]:
+    if not isinstance(env, str):
+        return env
+    spec = gymnasium.spec(env)  # a clear error now for an unknown id
+
+    def make() -> TextEnv:
+        made = gymnasium.make(spec).unwrapped
+        if not isinstance(made, TextEnv):
+            raise TypeError(f"{env} is a {type(made).__name__}; fr_lightning plays TextEnv environments")
+        return made
+
+    return make

@@ -1,0 +1,113 @@
+"""What a generation engine is: token ids in; token ids, their log-probabilities and their policy versions out.
+
+Invariants of every engine: the log-probability of a token is that of the distribution it was drawn from (temperature
+and every filter applied), in float32, for every token; the version of a token is that of the weights whose forward
+pass produced its distribution; an engine that cannot say either raises `EngineError` and never fills in a value. All
+methods are coroutines of one event loop.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fr_lightning.trajectory import FinishReason
+
+
+class EngineError(RuntimeError):
+    """The engine failed, not the policy: the request may be played again and is never scored."""
+
+
+class PromptTooLong(ValueError):
+    """The prompt leaves no room for a single token in the engine's context: no retry can help."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw tokens. The defaults draw from the policy itself, as training must.
+
+    Attributes:
+        temperature: divides the logits; 0 is greedy (evaluation only).
+        top_p, top_k, min_p: nucleus, top-k (0: off) and min-p filters, for evaluation only.
+        max_tokens: most tokens to draw in one call.
+        stop_token_ids: drawing one of these ends the turn; it is kept as the turn's last token.
+        seed: of this request alone, so that equal requests draw equal tokens whatever else is in flight; None: fresh.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature must be ≥ 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1 or self.top_k < 0 or not 0 <= self.min_p < 1:
+            raise ValueError(f"need 0 < top_p ≤ 1, top_k ≥ 0, 0 ≤ min_p < 1; got {self}")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be ≥ 1, got {self.max_tokens}")
+
+    @property
+    def full_support(self) -> bool:
+        """Whether every token keeps a positive probability, as importance sampling needs."""
+        return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and self.min_p == 0.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The sampled tokens of one call; the three lists have one length."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    policy_versions: list[int]
+    finish_reason: FinishReason
+
+
+class Engine(abc.ABC):
+    """A generation engine. Life: construct (cheap) → `start` → `generate`/`update_weights`, concurrently → `close`."""
+
+    version: int = 0
+    """Version of the weights that the next token will be drawn under."""
+
+    @abc.abstractmethod
+    async def start(self, model: str | None = None) -> None:
+        """Load the model (a folder or name; None: the one given at construction) and be ready to generate."""
+
+    @abc.abstractmethod
+    async def generate(
+        self, token_ids: list[int], sampling: Sampling | None = None, *, session: str | None = None
+    ) -> Completion:
+        """Continue a prompt. Cancelling the call aborts the request and frees its place.
+
+        Args:
+            token_ids: the whole prompt, N ≥ 1 ids.
+            sampling: how to draw; None: the defaults.
+            session: names a conversation whose calls extend one another, so that its KV cache may be kept between
+                turns. Only speed depends on it.
+
+        Raises:
+            PromptTooLong: the prompt fills the context.
+            EngineError: the engine failed.
+        """
+
+    @abc.abstractmethod
+    async def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load parameters by their names in the Hugging Face model; requests in flight go on under the new ones.
+
+        Returns when every later token is drawn under them and stamped `version`.
+        """
+
+    async def forget(self, session: str) -> None:
+        """A conversation has ended: whatever was kept for it may go. Only memory depends on it."""
+        return
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Free everything; requests in flight raise `EngineError`. Safe to call twice."""

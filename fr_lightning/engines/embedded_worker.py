@@ -1,0 +1,441 @@
+"""The process behind `EmbeddedEngine`: continuous batching over one causal language model.
+
+Each step is one packed forward pass: the next token of every conversation being decoded, and as many prompt tokens of
+new ones as fit the step's budget; one sampled token for every conversation whose prompt is complete. Conversations
+join and leave between steps.
+
+Invariants: what a step does depends on the messages received and never on time, and messages are read only between
+steps, so that equal messages to an idle worker give equal bits; a token's log-probability and version are those of
+the forward pass it was drawn from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fr_lightning.engines.base import Completion, Sampling
+from fr_lightning.engines.kv_slots import KVSlots, Span, UnsupportedAttention
+from fr_lightning.engines.shared_weights import SharedWeights, WeightLayout
+from fr_lightning.trajectory import FinishReason
+
+PREFILL_TOKENS = 1024
+"""Most tokens of one forward pass, decoded ones included, while prompts are waiting."""
+
+VOCABULARY_BLOCK = 256
+
+HEARTBEAT_SECONDS = 0.5
+
+ATTENTION = "fr_lightning_slots"
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a worker is started with; `published` says which weight buffer to load, and None the model folder's own."""
+
+    model: str
+    dtype: str
+    device: str
+    max_context: int
+    max_sequences: int
+    threads: int
+    keep_kv_on_update: bool
+    buffers: tuple[int, ...]
+    published: int | None = None
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the parent must know of the loaded model."""
+
+    vocab_size: int
+    max_context: int
+    layout: WeightLayout
+
+
+@dataclass(frozen=True)
+class Request:
+    id: int
+    token_ids: list[int]
+    sampling: Sampling
+    seed: int
+    session: str | None
+
+
+@dataclass(eq=False)
+class Conversation:
+    """A request being served, or, once finished, the keys and values kept for its session's next call."""
+
+    request: Request
+    max_context: int
+    slot: int = -1
+    cached: int = 0  # tokens whose keys and values lie in the slot
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        sampling = self.request.sampling
+        self.tokens = list(self.request.token_ids)
+        self.limit = min(len(self.tokens) + sampling.max_tokens, self.max_context)
+        self.stop = frozenset(sampling.stop_token_ids)
+        self.random = random.Random(self.request.seed)
+
+    def completion(self, reason: FinishReason) -> Completion:
+        return Completion(self.tokens[len(self.request.token_ids) :], self.logprobs, self.versions, reason)
+
+
+class Batcher:
+    """All conversations and the model. Those being decoded occupy slots 0 to `decoding - 1`; others lie anywhere."""
+
+    def __init__(self, model: Any, max_sequences: int, max_context: int, keep_kv_on_update: bool, version: int = 0):
+        self.model = model
+        self.max_context = max_context
+        self.keep_kv_on_update = keep_kv_on_update
+        self.version = version
+        self.slots = KVSlots(max_sequences, max_context)
+        self.owners: list[Conversation | None] = [None] * max_sequences
+        self.decoding = 0
+        self.prefilling: list[Conversation] = []  # in order of arrival
+        self.waiting: deque[Conversation] = deque()
+        self.kept: dict[str, Conversation] = {}  # by session, least recently used first
+        config = model.config.get_text_config()
+        self._groups = config.num_attention_heads // getattr(config, "num_key_value_heads", config.num_attention_heads)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.decoding or self.prefilling or self.waiting)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(Conversation(request, self.max_context))
+
+    def abort(self, request_id: int) -> None:
+        for waiting in self.waiting:
+            if waiting.request.id == request_id:
+                self.waiting.remove(waiting)
+                return
+        for conversation in [*self._decoded(), *self.prefilling]:
+            if conversation.request.id == request_id:
+                self._leave(conversation, keep=False)
+
+    def forget(self, session: str) -> None:
+        if (kept := self.kept.pop(session, None)) is not None:
+            self.owners[kept.slot] = None
+
+    def weights_changed(self, version: int) -> None:
+        """Called between two steps, after the model's parameters were replaced."""
+        self.version = version
+        if self.keep_kv_on_update:
+            return
+        for session in list(self.kept):
+            self.forget(session)
+        self.prefilling = [*self._decoded(), *self.prefilling]
+        self.decoding = 0
+        for conversation in self.prefilling:
+            conversation.cached = 0
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, Completion | str]]:
+        """One forward pass; returns the requests that ended, each with its completion or why it failed."""
+        self._admit()
+        decoded = self._decoded()
+        budget = PREFILL_TOKENS - len(decoded)
+        sampled, spans, tokens = decoded, [Span(c.slot, c.cached, 1) for c in decoded], [c.tokens[-1] for c in decoded]
+        last = list(range(len(decoded)))  # indices into `tokens` of what is sampled from
+        for conversation in self.prefilling:
+            count = min(len(conversation.tokens) - conversation.cached, budget)
+            if count <= 0:
+                break
+            budget -= count
+            start = conversation.cached
+            spans.append(Span(conversation.slot, start, count))
+            tokens.extend(conversation.tokens[start : start + count])
+            conversation.cached = start + count
+            if conversation.cached == len(conversation.tokens):
+                sampled.append(conversation)
+                last.append(len(tokens) - 1)
+        ids, logprobs, finite = self._draw(self._forward(tokens, spans, self.decoding, last), sampled)
+        for conversation in sampled[: self.decoding]:
+            conversation.cached += 1
+        for conversation in sampled[self.decoding :]:
+            self._start_decoding(conversation)
+        ended: list[tuple[int, Completion | str]] = []
+        for conversation, token, logprob, ok in zip(sampled, ids, logprobs, finite, strict=True):
+            if not ok:
+                ended.append((conversation.request.id, "the model's logits are not finite"))
+                self.slots.scrub(conversation.slot)
+                self._leave(conversation, keep=False)
+                continue
+            conversation.tokens.append(token)
+            conversation.logprobs.append(logprob)
+            conversation.versions.append(self.version)
+            stopped = token in conversation.stop
+            if stopped or len(conversation.tokens) >= conversation.limit:
+                ended.append((conversation.request.id, conversation.completion("stop" if stopped else "length")))
+                self._leave(conversation, keep=conversation.request.session is not None)
+        return ended
+
+    def probe(self, tokens: list[int]) -> Tensor:
+        """Logits [len(tokens), V] by a prompt of all tokens but two, a piece of prompt, and a decoded token."""
+        split = len(tokens) - 2
+        first = self._forward(tokens[:split], [Span(0, 0, split)], 0, list(range(split)))
+        piece = self._forward(tokens[split : split + 1], [Span(0, split, 1)], 0, [0])
+        return torch.cat([first, piece, self._forward(tokens[-1:], [Span(0, split + 1, 1)], 1, [0])])
+
+    def _forward(self, tokens: list[int], spans: list[Span], decoded: int, last: list[int]) -> Tensor:
+        device = self.model.device
+        positions = self.slots.plan(decoded, spans, device, self.model.dtype, self._groups)
+        output = self.model(
+            input_ids=torch.tensor([tokens], device=device),
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=torch.tensor(last, device=device),
+        )
+        return output.logits[0]
+
+    def _draw(self, logits: Tensor, conversations: list[Conversation]) -> tuple[list[int], list[float], list[bool]]:
+        if not conversations:
+            return [], [], []
+        uniforms = torch.tensor([c.random.random() for c in conversations], dtype=torch.float64, device=logits.device)
+        drawn = sample(logits, [c.request.sampling for c in conversations], uniforms)
+        ids, logprobs, finite = torch.stack([column.double() for column in drawn]).tolist()
+        return [int(token) for token in ids], logprobs, [bool(ok) for ok in finite]
+
+    def _decoded(self) -> list[Conversation]:
+        return [owner for owner in self.owners[: self.decoding] if owner is not None]
+
+    def _admit(self) -> None:
+        while self.waiting and self.decoding + len(self.prefilling) < len(self.owners):
+            conversation = self.waiting.popleft()
+            session = conversation.request.session
+            kept = self.kept.pop(session, None) if session is not None else None
+            if kept is not None:
+                conversation.slot = kept.slot
+                conversation.cached = min(common_prefix(kept.tokens, conversation.tokens), kept.cached)
+                conversation.cached = min(conversation.cached, len(conversation.tokens) - 1)
+            else:
+                if None not in self.owners:
+                    self.forget(next(iter(self.kept)))
+                conversation.slot = self.owners.index(None)
+            self.owners[conversation.slot] = conversation
+            self.prefilling.append(conversation)
+
+    def _start_decoding(self, conversation: Conversation) -> None:
+        self.prefilling.remove(conversation)
+        self._swap(conversation.slot, self.decoding)
+        self.decoding += 1
+
+    def _leave(self, conversation: Conversation, keep: bool) -> None:
+        if conversation in self.prefilling:
+            self.prefilling.remove(conversation)
+        else:
+            self._swap(conversation.slot, self.decoding - 1)
+            self.decoding -= 1
+        session = conversation.request.session
+        if keep and session is not None:
+            self.forget(session)
+            self.kept[session] = conversation
+        else:
+            self.owners[conversation.slot] = None
+
+    def _swap(self, a: int, b: int) -> None:
+        first, second = self.owners[a], self.owners[b]
+        self.slots.swap(a, b, first.cached if first else 0, second.cached if second else 0)
+        self.owners[a], self.owners[b] = second, first
+        if first is not None:
+            first.slot = b
+        if second is not None:
+            second.slot = a
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Number of leading tokens that two lists share."""
+    length = min(len(a), len(b))
+    if a[:length] == b[:length]:
+        return length
+    return next(index for index in range(length) if a[index] != b[index])
+
+
+def sample(logits: Tensor, samplings: list[Sampling], uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw one token per row by inverting the cumulative distribution at a uniform number.
+
+    Temperature comes first, then top-k, top-p over what is left, and min-p. The log-probability is that of the
+    distribution drawn from; a greedy row (temperature 0) reports the model's own, at temperature 1.
+
+    Args:
+        logits: [n, V], of any floating type.
+        samplings: one per row.
+        uniforms: [n] float64 in [0, 1).
+
+    Returns:
+        token ids [n] int64, log-probabilities [n] float32, and whether the row's logits were finite [n] bool (-inf,
+        a token ruled out, is allowed).
+    """
+    device = logits.device
+    scores = logits.float()
+    if any(s.temperature not in (0.0, 1.0) for s in samplings):
+        scores = scores / torch.tensor([s.temperature or 1.0 for s in samplings], device=device)[:, None]
+    filtered = [row for row, s in enumerate(samplings) if s.temperature > 0 and not s.full_support]
+    if filtered:
+        scores = scores.index_copy(
+            0, torch.tensor(filtered, device=device), _filter(scores[filtered], [samplings[row] for row in filtered])
+        )
+    probabilities = scores.softmax(-1)
+    ids = _invert(probabilities, uniforms[:, None])
+    greedy = [row for row, s in enumerate(samplings) if s.temperature == 0]
+    if greedy:
+        ids[greedy] = scores[greedy].argmax(-1, keepdim=True)
+    logprobs = probabilities.gather(-1, ids)[:, 0].log()
+    return ids[:, 0], logprobs.clamp(max=0.0), logprobs.isfinite()
+
+
+def _invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """Token [n, 1] at which the cumulative sum of a row [n, V] passes the uniform number [n, 1].
+
+    First the block of the vocabulary, then the token in it: a cumulative sum over the whole of a large vocabulary in
+    float64 would cost as much as several layers of a small model. A token of probability zero adds nothing to a sum,
+    and `right=True` finds the first entry *above* a target that is below the last one: no number falls to it.
+    """
+    below_one = 1 - 2**-53
+    blocks = F.pad(probabilities, (0, -probabilities.shape[1] % VOCABULARY_BLOCK)).unflatten(-1, (-1, VOCABULARY_BLOCK))
+    cumulative = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
+    target = uniforms * cumulative[:, -1:]
+    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
+    target -= F.pad(cumulative, (1, 0)).gather(-1, block)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, VOCABULARY_BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
+    token = torch.searchsorted(inside, torch.minimum(target, inside[:, -1:] * below_one), right=True)
+    return (block * VOCABULARY_BLOCK + token).clamp_(max=probabilities.shape[1] - 1)
+
+
+def _filter(scores: Tensor, samplings: list[Sampling]) -> Tensor:
+    """`scores` [n, V] with what top-k, top-p and min-p rule out at -inf; of equal scores the lower id ranks first."""
+    device, vocab = scores.device, scores.shape[1]
+    top_k = torch.tensor([s.top_k or vocab for s in samplings], device=device)[:, None]
+    top_p = torch.tensor([s.top_p for s in samplings], device=device)[:, None]
+    min_p = torch.tensor([s.min_p for s in samplings], device=device)[:, None]
+    ranked, order = scores.sort(-1, descending=True, stable=True)
+    ranked = ranked.masked_fill(torch.arange(vocab, device=device) >= top_k, -torch.inf)
+    probabilities = ranked.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    dropped = (before >= top_p) & (top_p < 1)  # the token that crosses top-p stays
+    dropped[:, 0] = False
+    dropped |= probabilities < min_p * probabilities[:, :1]
+    return torch.empty_like(scores).scatter_(-1, order, ranked.masked_fill(dropped, -torch.inf))
+
+
+def load_batcher(settings: WorkerSettings) -> tuple[Batcher, ModelFacts]:
+    """Load the model and prove, on a few tokens, that it computes the same through slots as by itself.
+
+    Raises:
+        UnsupportedAttention: the model cannot be served this way.
+    """
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, settings.dtype)
+    model = (
+        AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+    )
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    if config.is_encoder_decoder:
+        raise UnsupportedAttention(f"{name} is an encoder-decoder; the embedded engine serves decoders only")
+    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other or model._is_stateful or not model._supports_attention_backend:
+        raise UnsupportedAttention(f"{name} has layers without a plain key-value cache {sorted(other) or ''}")
+    max_context = min(settings.max_context, getattr(config, "max_position_embeddings", None) or settings.max_context)
+    batcher = Batcher(model, settings.max_sequences, max_context, settings.keep_kv_on_update)
+
+    tokens = [index * 7919 % config.vocab_size for index in range(1, 2 + min(12, max_context))][:max_context]
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens], device=device)).logits[0].float()
+        AttentionInterface.register(ATTENTION, batcher.slots.attention)
+        model.set_attn_implementation(ATTENTION)
+        error = (batcher.probe(tokens).float() - expected).abs().mean() / expected.std()
+    if not error < (1e-3 if dtype == torch.float32 else 0.1):
+        raise UnsupportedAttention(
+            f"{name} computes other logits when its attention is replaced (relative {error:.2g})"
+        )
+
+    layout = WeightLayout.of(model)
+    if settings.published is not None:
+        SharedWeights(settings.buffers[settings.published]).load_into(layout, model)
+        batcher.version = settings.version
+    return batcher, ModelFacts(config.vocab_size, max_context, layout)
+
+
+def serve(connection: Connection, inbox: queue.SimpleQueue[list[tuple[Any, ...]]], settings: WorkerSettings) -> None:
+    """Answer messages, each a list of commands, until the process is killed."""
+    try:
+        batcher, facts = load_batcher(settings)
+    except Exception as error:
+        connection.send([("refused", f"{type(error).__name__}: {error}")])
+        raise
+    connection.send([("ready", facts, batcher.version)])
+    last_sent = time.monotonic()
+    while True:
+        messages = [] if batcher.busy else [inbox.get()]
+        while not inbox.empty():
+            messages.append(inbox.get())
+        events: list[tuple[Any, ...]] = []
+        for command, *arguments in (item for message in messages for item in message):
+            if command == "add":
+                batcher.add(*arguments)
+            elif command == "abort":
+                batcher.abort(*arguments)
+            elif command == "forget":
+                batcher.forget(*arguments)
+            elif command == "update":
+                buffer, version = arguments
+                SharedWeights(settings.buffers[buffer]).load_into(facts.layout, batcher.model)
+                batcher.weights_changed(version)
+                events.append(("updated", version))
+        if batcher.busy:
+            events.extend(("ended", *ended) for ended in batcher.step())
+        if events or time.monotonic() - last_sent > HEARTBEAT_SECONDS:
+            connection.send(events)
+            last_sent = time.monotonic()
+
+
+def _read(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
+    """Keep the pipe empty, so that the parent never waits for a step; its end is the parent's."""
+    while True:
+        try:
+            inbox.put(connection.recv())
+        except (EOFError, OSError):
+            os._exit(0)
+
+
+def main() -> None:
+    """Entry point: `python -c … CONNECTION_FD`, started by `EmbeddedEngine`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    connection = Connection(int(sys.argv[1]))
+    settings: WorkerSettings = connection.recv()
+    torch.set_num_threads(settings.threads)
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
+    try:
+        serve(connection, inbox, settings)
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(1)  # the reading thread waits for the parent's end, not for ours

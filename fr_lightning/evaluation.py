@@ -1,0 +1,96 @@
+"""Scores of an evaluation: avg@k and pass@k with standard errors, over tasks played k times each.
+
+Invariant: a denominator never shrinks in silence. Tasks are the unit of sampling, samples of one task are not
+independent; a sample that could not be played is reported beside the score, and the score is over those played.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one sample of one task; `success` and `reward` are None where it could not be played."""
+
+    task_id: str
+    success: bool | None
+    reward: float | None
+
+
+@dataclass(frozen=True)
+class Score:
+    """A mean with its standard error over tasks (0 for a single task)."""
+
+    mean: float
+    standard_error: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} ± {self.standard_error:.3f}"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores over all tasks. `unplayed` counts samples that failed for good, out of `samples`."""
+
+    tasks: int
+    samples: int
+    unplayed: int
+    success: Score
+    reward: Score
+    pass_at: dict[int, Score]
+
+
+def evaluate(outcomes: Sequence[Outcome]) -> Evaluation:
+    """Summarise outcomes.
+
+    avg@k is the mean over tasks of the mean over a task's samples. The standard error is that of the mean over tasks.
+    pass@k is unbiased, for every k that is a power of two up to the number of samples (and that number itself).
+
+    Raises:
+        ValueError: nothing was played.
+    """
+    by_task: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        if outcome.success is not None:
+            by_task[outcome.task_id].append(outcome)
+    if not by_task:
+        raise ValueError(f"none of the {len(outcomes)} evaluation episodes could be played")
+    fewest = min(map(len, by_task.values()))
+    ks = sorted({1 << power for power in range(fewest.bit_length())} | {fewest})
+    wins = {task: sum(bool(outcome.success) for outcome in played) for task, played in by_task.items()}
+    return Evaluation(
+        tasks=len({outcome.task_id for outcome in outcomes}),
+        samples=len(outcomes),
+        unplayed=sum(outcome.success is None for outcome in outcomes),
+        success=mean_with_error([wins[task] / len(played) for task, played in by_task.items()]),
+        reward=mean_with_error(
+            [sum(outcome.reward or 0.0 for outcome in played) / len(played) for played in by_task.values()]
+        ),
+        pass_at={
+            k: mean_with_error([pass_at_k(len(played), wins[task], k) for task, played in by_task.items()]) for k in ks
+        },
+    )
+
+
+def pass_at_k(samples: int, successes: int, k: int) -> float:
+    """Unbiased estimate of P(at least one of k samples succeeds) from n samples: 1 − C(n − c, k)/C(n, k).
+
+    Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", section 2.1.
+    """
+    if not 0 < k <= samples or not 0 <= successes <= samples:
+        raise ValueError(f"need 0 < k ≤ n and 0 ≤ c ≤ n, got n={samples}, c={successes}, k={k}")
+    return 1.0 - math.comb(samples - successes, k) / math.comb(samples, k)
+
+
+def mean_with_error(values: Sequence[float]) -> Score:
+    """Mean and standard error of the mean (sample standard deviation, n − 1)."""
+    n = len(values)
+    mean = sum(values) / n
+    if n == 1:
+        return Score(mean, 0.0)
+    variance = sum((value - mean) ** 2 for value in values) / (n - 1)
+    return Score(mean, math.sqrt(variance / n))

@@ -1,0 +1,317 @@
+"""The learner: one optimizer step per fresh batch, inside Lightning.
+
+Invariant: the gradient of a step is that of the whole batch, whatever the micro-batches, their order, the padding and
+the number of ranks: every micro-batch is weighted by global denominators and nothing is averaged in between. The policy
+version is the number of optimizer steps made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
+
+from fr_lightning.advantage import Baseline, advantages
+from fr_lightning.evaluation import Evaluation, Outcome, evaluate
+from fr_lightning.objective import ImportanceRatio, Objective, policy_loss
+from fr_lightning.packing import micro_batches
+from fr_lightning.policy import Policy, PolicyConfig
+from fr_lightning.rollout.runner import EpisodeFailed
+from fr_lightning.trajectory import Trajectory, TrajectoryBatch
+from fr_lightning.weights import whole_tensors
+
+
+@dataclass
+class Update:
+    """What one optimizer step saw, for callbacks: one value per trajectory of this rank's batch, in batch order [B].
+
+    `entropy` is the mean full-vocabulary entropy over a trajectory's policy tokens, in nats. `ratio_*` are of the
+    importance ratio over all its micro-batches.
+    """
+
+    version: int
+    batch: TrajectoryBatch
+    drift: Tensor
+    admitted: Tensor
+    kept_tokens: Tensor
+    entropy: Tensor
+    ratio_mean: float = 1.0
+    ratio_max: float = 1.0
+    loss: float = 0.0
+    gradient_norm: float = 0.0
+    micro_batches: int = 0
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+def default_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """AdamW as published (PAPER, "Published settings")."""
+    return torch.optim.AdamW(parameters, lr=1e-6, weight_decay=0.1)
+
+
+class FlashReinforce(pl.LightningModule):
+    """FlashREINFORCE on any Hugging Face causal LM.
+
+    Args:
+        policy: the language model.
+        objective: importance ratio, drift gate, reduction.
+        baseline: what is subtracted from rewards: the `batch` mean, the `group` mean (same prompt) or `none`.
+        positive_only: ablation: negative advantages count as zero.
+        optimizer: class_path and init_args of an optimizer.
+        lr_scheduler: class_path and init_args of a scheduler, stepped once per update.
+        gradient_clip: largest gradient norm; null: no clipping.
+        max_tokens_per_micro_batch: rows × longest row of one forward and backward pass. Only memory and speed depend
+            on it.
+        updates_per_batch: 1 uses a batch once, fresh; k > 1 splits it into k sequential updates (ablation).
+    """
+
+    def __init__(
+        self,
+        policy: PolicyConfig = PolicyConfig(),  # noqa: B008 (frozen)
+        objective: Objective = Objective(),  # noqa: B008
+        baseline: Baseline = "batch",
+        positive_only: bool = False,
+        optimizer: OptimizerCallable = default_optimizer,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        gradient_clip: float | None = 1.0,
+        max_tokens_per_micro_batch: int = 8192,
+        updates_per_batch: int = 1,
+    ):
+        super().__init__()
+        if max_tokens_per_micro_batch < 1 or updates_per_batch < 1:
+            raise ValueError("model.max_tokens_per_micro_batch and model.updates_per_batch must be ≥ 1")
+        self.automatic_optimization = False
+        self.policy_config = policy
+        self.objective = objective
+        self.policy: Policy | None = None
+        self.policy_version = 0
+        """Number of optimizer steps made; stamped on every token the engine samples under these weights."""
+        self.last_evaluation: Evaluation | None = None
+        self._baseline: Baseline = baseline
+        self._positive_only = positive_only
+        self._make_optimizer = optimizer
+        self._make_scheduler = lr_scheduler
+        self._gradient_clip = gradient_clip
+        self._max_tokens = max_tokens_per_micro_batch
+        self._updates_per_batch = updates_per_batch
+        self._outcomes: list[Outcome] = []
+
+    @property
+    def model_name(self) -> str:
+        """What the engine loads."""
+        return self.policy_config.name
+
+    def configure_model(self) -> None:
+        if self.policy is None:
+            self.policy = Policy(self.policy_config)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self._make_optimizer(self.parameters())
+        if self._make_scheduler is None:
+            return optimizer
+        return [optimizer], [self._make_scheduler(optimizer)]
+
+    def published_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters by their names in the Hugging Face model, one at a time; collective across ranks."""
+        assert self.policy is not None
+        return whole_tensors(self.policy.named_published_parameters())
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: TrajectoryBatch, batch_idx: int) -> Mapping[str, Any]:
+        rewards = self._of_all_ranks(batch.rewards)
+        centred = advantages(
+            rewards,
+            baseline=self._baseline,
+            groups=self._of_all_ranks(batch.groups),
+            positive_only=self._positive_only,
+        )
+        first = self.global_rank * len(batch)
+        mine = centred[first : first + len(batch)]
+        for rows in _split(len(batch), self._updates_per_batch):
+            update = self._update(batch.subset(rows), mine[list(rows)])
+        uniform = float((rewards == rewards[0]).all())
+        self._log_update(update, rewards, uniform)
+        return {"loss": torch.tensor(update.loss), "update": update}
+
+    def _update(self, batch: TrajectoryBatch, centred: Tensor) -> Update:
+        """One optimizer step on whole trajectories with their advantages [B]."""
+        assert self.policy is not None
+        optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)
+        num_trajectories = len(batch) * self.world_size
+        num_tokens = int(self._of_all_ranks(batch.policy_lengths).sum())
+        groups = micro_batches(batch.lengths, self._max_tokens, packed=self.policy.packed)
+        groups += [[]] * (self._most_of_all_ranks(len(groups)) - len(groups))  # every rank runs as many
+        update = Update(
+            version=self.policy_version,
+            batch=batch,
+            drift=torch.zeros(len(batch), dtype=torch.float64),
+            admitted=torch.zeros(len(batch), dtype=torch.bool),
+            kept_tokens=torch.zeros(len(batch), dtype=torch.int64),
+            entropy=torch.zeros(len(batch)),
+            micro_batches=len(groups),
+        )
+        ratios: list[tuple[int, ImportanceRatio]] = []
+        failed = batch.failed
+        optimizer.zero_grad()
+        for index, rows in enumerate(groups):
+            real = rows or [0]  # an empty micro-batch keeps a rank in step: a row of weight zero
+            padded = batch.pad(real).to(self.device)
+            with self._gradients_synchronized(index == len(groups) - 1):
+                out = self.policy(padded)
+                row_advantages = centred[real] if rows else torch.zeros(1, dtype=centred.dtype)
+                result = policy_loss(
+                    out.logprobs,
+                    padded.behavior_logprobs,
+                    row_advantages.to(self.device, out.logprobs.dtype),
+                    padded.policy_mask,
+                    self.objective,
+                    num_trajectories=num_trajectories,
+                    num_tokens=num_tokens,
+                    entropies=out.entropies,
+                    failed=failed[real].to(self.device),
+                )
+                # data-parallel strategies average gradients over ranks; the objective is a sum over them
+                self.manual_backward(result.loss * self.world_size)
+            if rows:
+                tokens = padded.policy_mask.sum(dim=1)
+                update.drift[rows] = result.drift.cpu()
+                update.admitted[rows] = result.admitted.cpu()
+                update.kept_tokens[rows] = result.kept_tokens.cpu()
+                update.entropy[rows] = (out.entropies.sum(dim=1) / tokens).float().cpu()
+                update.loss += result.loss.item()
+                ratios.append((int(tokens.sum()), result.importance_ratio))
+        update.ratio_mean = sum(n * float(r.mean) for n, r in ratios) / sum(n for n, _ in ratios)
+        update.ratio_max = max(float(r.max) for _, r in ratios)
+        update.gradient_norm = self._clip(optimizer)
+        optimizer.step()
+        schedulers = self.lr_schedulers()
+        if schedulers is not None and not isinstance(schedulers, list):
+            schedulers.step()  # pyright: ignore[reportCallIssue]
+        self.policy_version += 1
+        return update
+
+    def _clip(self, optimizer: Any) -> float:
+        limit = float("inf") if self._gradient_clip is None else self._gradient_clip
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), limit)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor under FSDP2
+        if not torch.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient of update {self.policy_version + 1} is not finite: lower the learning rate or use "
+                "precision 32-true; the last checkpoint is untouched"
+            )
+        return float(norm)
+
+    @contextlib.contextmanager
+    def _gradients_synchronized(self, wanted: bool) -> Iterator[None]:
+        """Ranks exchange gradients in the last micro-batch only: once per update."""
+        strategy = self.trainer.strategy
+        fsdp_sync = getattr(self.policy, "set_requires_gradient_sync", None)
+        if fsdp_sync is not None:
+            fsdp_sync(wanted)
+            yield
+        elif not wanted and hasattr(strategy, "block_backward_sync"):
+            with strategy.block_backward_sync():  # pyright: ignore[reportAttributeAccessIssue]
+                yield
+        else:
+            yield
+
+    @property
+    def world_size(self) -> int:
+        return self.trainer.world_size
+
+    def _of_all_ranks(self, values: Tensor) -> Tensor:
+        if self.world_size == 1:
+            return values
+        gathered = self.all_gather(values.to(self.device))
+        assert isinstance(gathered, Tensor)
+        return gathered.flatten().cpu()
+
+    def _most_of_all_ranks(self, value: int) -> int:
+        return int(self._of_all_ranks(torch.tensor([value])).max())
+
+    def _log_update(self, update: Update, rewards: Tensor, uniform: float) -> None:
+        optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)
+        values = {
+            "train/reward": float(rewards.mean()),
+            "train/success": float((~update.batch.failed).float().mean()),
+            "train/uniform_batch": uniform,
+            "train/loss": update.loss,
+            "train/gradient_norm": update.gradient_norm,
+            "train/learning_rate": optimizer.param_groups[0]["lr"],
+            "train/importance_ratio_mean": update.ratio_mean,
+            "train/importance_ratio_max": update.ratio_max,
+            "train/micro_batches": float(update.micro_batches),
+        }
+        self.log_dict(values, batch_size=len(update.batch), sync_dist=self.world_size > 1)
+        self.log("reward", values["train/reward"], prog_bar=True, logger=False, batch_size=len(update.batch))
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def on_validation_epoch_start(self) -> None:
+        self._outcomes = []
+
+    def validation_step(self, batch: Iterable[Trajectory | EpisodeFailed], batch_idx: int) -> None:
+        for result in batch:
+            if isinstance(result, Trajectory):
+                self._outcomes.append(Outcome(result.task_id, result.success, result.reward))
+            else:
+                self._outcomes.append(Outcome(f"unplayed/{len(self._outcomes)}", None, None))
+
+    def on_validation_epoch_end(self) -> None:
+        self._report_evaluation("val")
+
+    def on_test_epoch_start(self) -> None:
+        self._outcomes = []
+
+    def test_step(self, batch: Iterable[Trajectory | EpisodeFailed], batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        self._report_evaluation("test")
+
+    def predict_step(
+        self, batch: Iterable[Trajectory | EpisodeFailed], batch_idx: int
+    ) -> Iterable[Trajectory | EpisodeFailed]:
+        """The episodes as they were played."""
+        return batch
+
+    def _report_evaluation(self, split: str) -> None:
+        outcomes = self._outcomes
+        if self.world_size > 1:
+            gathered: list[list[Outcome]] = [[] for _ in range(self.world_size)]
+            torch.distributed.all_gather_object(gathered, outcomes)
+            outcomes = [outcome for of_rank in gathered for outcome in of_rank]
+        result = self.last_evaluation = evaluate(outcomes)
+        values = {
+            f"{split}/success": result.success.mean,
+            f"{split}/success_standard_error": result.success.standard_error,
+            f"{split}/reward": result.reward.mean,
+            f"{split}/reward_standard_error": result.reward.standard_error,
+            f"{split}/unplayed": float(result.unplayed),
+            **{f"{split}/pass@{k}": score.mean for k, score in result.pass_at.items() if k > 1},
+        }
+        self.log_dict(values, rank_zero_only=False, sync_dist=False)
+        if self.trainer.sanity_checking and self.logger is not None:  # the score before the first update
+            self.logger.log_metrics(values, step=self.policy_version)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["policy_version"] = self.policy_version
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.policy_version = checkpoint["policy_version"]
+
+
+def _split(count: int, parts: int) -> list[range]:
+    """Contiguous parts of sizes as equal as can be."""
+    bounds = [count * part // parts for part in range(parts + 1)]
+    return [range(low, high) for low, high in zip(bounds, bounds[1:], strict=False) if high > low]

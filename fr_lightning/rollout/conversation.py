@@ -1,0 +1,202 @@
+"""A token-exact chat: messages in, token ids out, and nothing is ever tokenised twice.
+
+Invariant: a conversation only grows. What the engine sampled is kept as sampled; what the template would write around
+the next observation is worked out on a stand-in conversation and appended. A template that would rewrite earlier turns
+(Qwen3 drops old `<think>` blocks) is therefore overruled: the conversation keeps its own tokens, and says so once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from fr_lightning.engines.base import Completion, EngineError
+
+logger = logging.getLogger(__name__)
+
+MARK = "fr0lightning1mark"  # stands for the policy's words in a stand-in conversation; survives any template's strip()
+
+
+class ChatFormat:
+    """What one tokenizer's chat template writes around turns, found out by rendering it.
+
+    Args:
+        tokenizer: with a chat template.
+        template_kwargs: passed to every rendering, such as `{"enable_thinking": False}`.
+        stop_token_ids: further ids that end a turn (a generation config may list some).
+
+    Attributes:
+        stop_token_ids: ids that end the policy's turn: the template's end-of-turn token and the tokenizer's eos.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or one that does not show the assistant's words.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ):
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"the tokenizer of {tokenizer.name_or_path!r} has no chat template: choose an instruction-tuned model, "
+                "or put a chat_template.jinja in its folder"
+            )
+        self.tokenizer = tokenizer
+        self._kwargs = dict(template_kwargs or {})
+        self._special = sorted({str(token) for token in tokenizer.all_special_tokens}, key=len, reverse=True)
+        asked = [_user("?"), {"role": "assistant", "content": MARK}]
+        rendered = self._render(asked)
+        if MARK not in rendered:
+            raise ValueError(f"the chat template of {tokenizer.name_or_path!r} does not show assistant messages")
+        self._tail = rendered[rendered.index(MARK) + len(MARK) :]  # "<|im_end|>\n" in ChatML
+        tail_ids = self._encode(self._tail)
+        self._end_of_turn = tail_ids[0] if tail_ids and tail_ids[0] in tokenizer.all_special_ids else None
+        ends = [self._end_of_turn, tokenizer.eos_token_id, *stop_token_ids]
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(end for end in ends if isinstance(end, int)))
+        self._roles: dict[str, str] = {"user": "user"}
+        thought = f"<think>\nwhy\n</think>\n\n{MARK}"
+        if "<think>\nwhy" not in self._render([_user("?"), {"role": "assistant", "content": thought}, _user("!")]):
+            logger.warning(
+                "The chat template of %s drops earlier <think> blocks. Training is token-exact, so conversations keep "
+                "them: the policy sees its own earlier thoughts, and contexts grow by them.",
+                tokenizer.name_or_path,
+            )
+
+    def opening(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
+        """Token ids of the first prompt: system prompt, tools and first observation, up to the policy's turn."""
+        messages = [{**message, "content": self._harmless(message["content"])} for message in messages]
+        return self._encode(self._render(messages, tools=tools, add_generation_prompt=True))
+
+    def continuation(self, last_token: int, text: str, role: str = "user") -> list[int]:
+        """Token ids from the end of the policy's turn to the start of its next one, around an observation."""
+        role = self._roles.get(role) or self._supported_role(role)
+        written = self._after_mark({"role": role, "content": self._harmless(text)})
+        ids = self._encode(written)
+        if self._end_of_turn is not None and last_token == self._end_of_turn:
+            return ids[1:]  # the policy has written the end of its turn itself
+        return ids
+
+    def words(self, completion: Completion) -> str:
+        """What the policy wrote, as text for the environment (the token that ended the turn left out)."""
+        ids = completion.token_ids
+        if ids and ids[-1] in self.stop_token_ids:
+            ids = ids[:-1]
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _after_mark(self, message: Mapping[str, Any]) -> str:
+        rendered = self._render(
+            [_user("?"), {"role": "assistant", "content": MARK}, message], add_generation_prompt=True
+        )
+        return rendered[rendered.index(MARK) + len(MARK) :]
+
+    def _supported_role(self, role: str) -> str:
+        try:
+            written = self._after_mark({"role": role, "content": "observed0here"})
+            supported = "observed0here" in written and written.startswith(self._tail)
+        except Exception:  # a template refuses a role by whatever error its author chose
+            supported = False
+        if not supported:
+            logger.warning(
+                "The chat template of %s has no %r role: such observations come as user messages.",
+                self.tokenizer.name_or_path,
+                role,
+            )
+        self._roles[role] = role if supported else "user"
+        return self._roles[role]
+
+    def _harmless(self, text: str) -> str:
+        """Observations are data: they may not end a turn or open another one, nor hold what UTF-8 cannot."""
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        for token in self._special:
+            if token in text:
+                text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        rendered = self.tokenizer.apply_chat_template(
+            list(map(dict, messages)),
+            tools=list(map(dict, tools)) if tools else None,  # pyright: ignore[reportArgumentType]
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **self._kwargs,
+        )
+        assert isinstance(rendered, str)
+        return rendered
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore[reportArgumentType]
+
+
+class Conversation:
+    """One episode's tokens as they come: four aligned lists that only grow."""
+
+    def __init__(
+        self,
+        chat: ChatFormat,
+        observation: str,
+        *,
+        system_prompt: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ):
+        self.chat = chat
+        messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self.token_ids: list[int] = chat.opening([*messages, _user(observation)], tools)
+        self.policy_mask: list[bool] = [False] * len(self.token_ids)
+        self.behavior_logprobs: list[float] = [0.0] * len(self.token_ids)
+        self.policy_versions: list[int] = [-1] * len(self.token_ids)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_policy_tokens(self) -> int:
+        return sum(self.policy_mask)
+
+    def add_completion(self, completion: Completion) -> str:
+        """Append what the policy sampled and return it as text.
+
+        Raises:
+            EngineError: nothing was sampled, or a log-prob or version is missing.
+        """
+        count = len(completion.token_ids)
+        if not count or len(completion.logprobs) != count or len(completion.policy_versions) != count:
+            raise EngineError(
+                f"the engine returned {count} tokens with {len(completion.logprobs)} log-probs and "
+                f"{len(completion.policy_versions)} policy versions"
+            )
+        if not all(-float("inf") < logprob <= 0.0 for logprob in completion.logprobs):
+            raise EngineError("the engine returned a log-prob that is positive or not finite")
+        self.token_ids += completion.token_ids
+        self.policy_mask += [True] * count
+        self.behavior_logprobs += completion.logprobs
+        self.policy_versions += completion.policy_versions
+        return self.chat.words(completion)
+
+    def add_observation(self, text: str, role: str = "user") -> None:
+        """Append the environment's answer and the opening of the policy's next turn."""
+        ids = self.chat.continuation(self.token_ids[-1], text, role)
+        self.token_ids += ids
+        self.policy_mask += [False] * len(ids)
+        self.behavior_logprobs += [0.0] * len(ids)
+        self.policy_versions += [-1] * len(ids)
+
+    def cut(self, length: int) -> None:
+        """Forget the tokens after the first `length`: an observation that leaves no room for an answer."""
+        for column in (self.token_ids, self.policy_mask, self.behavior_logprobs, self.policy_versions):
+            del column[length:]
+
+
+def _user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}

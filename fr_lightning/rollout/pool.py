@@ -1,0 +1,383 @@
+"""Many episodes at once, on one event loop in a thread of its own, beside the learner.
+
+Invariant: every rollout drawn from the ledger ends trained or closed under the name of what went wrong; an episode that
+fails is played again a bounded number of times, then closed; and when too many fail, the learner is told why instead of
+waiting for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from fr_lightning.rollout.ledger import TRAINED, Ledger, Rollout
+from fr_lightning.rollout.lockstep import Lockstep
+from fr_lightning.rollout.queue import CompletionQueue, LagLimit
+from fr_lightning.rollout.runner import Environment, EpisodeFailed, Runner, derived_seed
+from fr_lightning.trajectory import Task, Trajectory
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+STALE = "stale"
+
+
+class PoolFailed(RuntimeError):
+    """Rollouts fail so often that waiting for a batch makes no sense; the message says in what and why."""
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """What happens to failed episodes.
+
+    Attributes:
+        attempts: how often a task is played before it is closed under the failure's name.
+        backoff: seconds before the second attempt, doubled for each further one.
+        max_failure_share: of the latest 64 attempts; when more than this share failed, the run stops with a diagnosis.
+    """
+
+    attempts: int = 3
+    backoff: float = 0.2
+    max_failure_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or self.backoff < 0 or not 0 < self.max_failure_share <= 1:
+            raise ValueError(f"need attempts ≥ 1, backoff ≥ 0 and 0 < max_failure_share ≤ 1, got {self}")
+
+
+def wait(future: concurrent.futures.Future[T], check: Callable[[], None] = lambda: None) -> T:
+    """Result of a future; `check` is called ten times a second and may end the wait, and the work, by raising."""
+    try:
+        while not future.done():
+            concurrent.futures.wait([future], timeout=0.1)
+            check()
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+class LoopThread:
+    """An asyncio event loop in a daemon thread, with calls into it from outside."""
+
+    def __init__(self, name: str, workers: int):
+        self.loop = asyncio.new_event_loop()
+        self._executor = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix=f"{name}-env")
+        self.loop.set_default_executor(self._executor)
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], check: Callable[[], None] = lambda: None) -> T:
+        """Run a coroutine on the loop and wait for it (see `wait`)."""
+        return wait(self.submit(coroutine), check)
+
+    def stop(self) -> None:
+        """Cancel what still runs and end the thread."""
+        if not self._thread.is_alive():
+            return
+
+        async def cancel_all() -> None:
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=5.0) if tasks else None
+
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            self.submit(cancel_all()).result(timeout=10.0)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout=5.0)
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+class Pool:
+    """Plays the ledger's rollouts and hands the learner one batch after another.
+
+    Args:
+        thread: the event loop; the engine behind `runner` must have been started on it.
+        runner: plays one episode.
+        make_env: a fresh environment; each concurrent episode has its own, kept from task to task.
+        ledger: of the tasks.
+        batch_size: B.
+        concurrency: episodes in flight.
+        max_queued: completed trajectories that may wait for the learner before no further episode starts.
+        lag: how stale a trajectory may be.
+        retry: what happens to failed ones.
+        engine_version: version of the weights in the engine now.
+    """
+
+    def __init__(
+        self,
+        thread: LoopThread,
+        runner: Runner,
+        make_env: Callable[[], Environment],
+        ledger: Ledger,
+        *,
+        batch_size: int,
+        concurrency: int,
+        max_queued: int,
+        lag: LagLimit,
+        retry: RetryPolicy,
+        engine_version: Callable[[], int],
+    ):
+        self.ledger = ledger
+        self.failures: Counter[str] = Counter()
+        self.batch_size = batch_size
+        self._thread = thread
+        self.runner = runner
+        self._make_env = make_env
+        self._concurrency = concurrency
+        self._retry = retry
+        self._engine_version = engine_version
+        self._space = asyncio.Event()
+        self._seats: list[asyncio.Task[None]] = []
+        self._spare_envs: list[Environment] = []
+        self._recent: deque[EpisodeFailed | None] = deque(maxlen=64)
+        self._broken: BaseException | None = None
+        self._in_training: list[str] = []
+        self.queue = CompletionQueue(
+            batch_size,
+            lag,
+            concurrency + max_queued,
+            on_space=self._wake_seats,
+            on_drop=lambda rollout_id: ledger.close(rollout_id, STALE),
+        )
+
+    # -- asynchronous training: seats play all the time --------------------------------------------------------------
+
+    def start(self) -> None:
+        """Fill the seats; episodes begin at once."""
+
+        async def fill() -> None:
+            for _ in range(self._concurrency):
+                seat = asyncio.create_task(self._seat())
+                seat.add_done_callback(self._seat_ended)
+                self._seats.append(seat)
+
+        if not self._seats:
+            self._thread.run(fill())
+
+    def next_batch(self, version: int, check: Callable[[], None] = lambda: None) -> list[Trajectory]:
+        """The next B completed trajectories for update `version` + 1. `check` is polled, and raises to stop.
+
+        Raises:
+            PoolFailed: most episodes fail.
+        """
+
+        def check_all() -> None:
+            check()
+            self._raise_if_broken()
+
+        batch = self.queue.take(version, check_all)
+        self._in_training += [trajectory.rollout_id for trajectory in batch]
+        return batch
+
+    async def _seat(self) -> None:
+        while True:
+            while not self.queue.has_space:
+                self._space.clear()
+                await self._space.wait()
+            rollout = self.ledger.draw()
+            result = await self._attempts(
+                rollout.task,
+                rollout.id,
+                rollout.seed,
+                self.runner,
+                on_start=lambda rollout=rollout: self.queue.start(rollout.id, self._engine_version()),
+            )
+            if isinstance(result, Trajectory):
+                self.queue.complete(result)
+            else:
+                self.ledger.close(rollout.id, result.kind)
+                self.queue.give_up(rollout.id)
+
+    def _wake_seats(self) -> None:
+        self._thread.loop.call_soon_threadsafe(self._space.set)
+
+    def _seat_ended(self, seat: asyncio.Task[None]) -> None:
+        if not seat.cancelled() and seat.exception() is not None:
+            self._broken = seat.exception()
+
+    # -- synchronous training: one batch in lockstep, the same in every run ------------------------------------------
+
+    def play_batch(self, check: Callable[[], None] = lambda: None) -> list[Trajectory]:
+        """Draw and play exactly B rollouts to their ends, more only where some fail for good; in drawing order."""
+        batch: list[Trajectory] = []
+        while len(batch) < self.batch_size:
+            rollouts = [self.ledger.draw() for _ in range(self.batch_size - len(batch))]
+            results = self._thread.run(self._play_together(rollouts), check)
+            for rollout, result in zip(rollouts, results, strict=True):
+                if isinstance(result, Trajectory):
+                    batch.append(result)
+                else:
+                    self.ledger.close(rollout.id, result.kind)
+            self._raise_if_broken()
+        self._in_training += [trajectory.rollout_id for trajectory in batch]
+        return batch
+
+    async def _play_together(self, rollouts: Sequence[Rollout]) -> list[Trajectory | EpisodeFailed]:
+        """In waves of `concurrency` episodes; those that failed play again, together, in the next wave."""
+        results: dict[str, Trajectory | EpisodeFailed] = {}
+        waiting = deque((rollout, 0) for rollout in rollouts)
+        while waiting:
+            wave = [waiting.popleft() for _ in range(min(self._concurrency, len(waiting)))]
+            names = [_attempt_name(rollout.id, attempt) for rollout, attempt in wave]
+            runner = replace(self.runner, engine=Lockstep(self.runner.engine, names))
+            played = await asyncio.gather(
+                *(self._attempt(rollout.task, rollout.id, rollout.seed, attempt, runner) for rollout, attempt in wave)
+            )
+            for (rollout, attempt), result in zip(wave, played, strict=True):
+                if isinstance(result, EpisodeFailed) and result.retry and attempt + 1 < self._retry.attempts:
+                    waiting.append((rollout, attempt + 1))
+                else:
+                    results[rollout.id] = result
+        return [results[rollout.id] for rollout in rollouts]
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        episodes: Sequence[tuple[Task, int]],
+        runner: Runner,
+        *,
+        lockstep: bool,
+        check: Callable[[], None] = lambda: None,
+    ) -> Iterator[Trajectory | EpisodeFailed]:
+        """Play (task, sample number) pairs, each once, and yield what came of each in the order given."""
+        ids = [f"{task.id}#{sample}" for task, sample in episodes]
+        if lockstep:
+            for start in range(0, len(episodes), self._concurrency):
+                wave = range(start, min(start + self._concurrency, len(episodes)))
+                gate = Lockstep(runner.engine, [_attempt_name(ids[i], 0) for i in wave])
+                once = replace(runner, engine=gate)
+
+                async def together(wave: range = wave, once: Runner = once) -> list[Trajectory | EpisodeFailed]:
+                    seeds = [derived_seed(episodes[i][0].seed, "sample", episodes[i][1]) for i in wave]
+                    return await asyncio.gather(
+                        *(
+                            self._attempt(episodes[i][0], ids[i], seed, 0, once)
+                            for i, seed in zip(wave, seeds, strict=True)
+                        )
+                    )
+
+                yield from self._thread.run(together(), check)
+            return
+        seats = asyncio.Semaphore(self._concurrency)
+
+        async def seated(task: Task, sample: int, name: str) -> Trajectory | EpisodeFailed:
+            async with seats:
+                return await self._attempts(task, name, derived_seed(task.seed, "sample", sample), runner)
+
+        futures = [
+            self._thread.submit(seated(task, sample, name)) for (task, sample), name in zip(episodes, ids, strict=True)
+        ]
+        try:
+            for future in futures:
+                yield wait(future, check)
+        finally:
+            for future in futures:
+                future.cancel()
+
+    # -- one rollout -------------------------------------------------------------------------------------------------
+
+    async def _attempts(
+        self, task: Task, rollout_id: str, seed: int, runner: Runner, on_start: Callable[[], None] = lambda: None
+    ) -> Trajectory | EpisodeFailed:
+        """Play a task until it gives a trajectory or its attempts are used up."""
+        attempt = 0
+        while True:
+            on_start()
+            result = await self._attempt(task, rollout_id, seed, attempt, runner)
+            attempt += 1
+            if isinstance(result, Trajectory) or not result.retry or attempt == self._retry.attempts:
+                return result
+            await asyncio.sleep(self._retry.backoff * 2 ** (attempt - 1))
+
+    async def _attempt(
+        self, task: Task, rollout_id: str, seed: int, attempt: int, runner: Runner
+    ) -> Trajectory | EpisodeFailed:
+        env: Environment | None = None
+        name = _attempt_name(rollout_id, attempt)
+        try:
+            env = self._spare_envs.pop() if self._spare_envs else await self._fresh_env()
+            trajectory = await runner.play(task, env, rollout_id=name, seed=derived_seed(seed, attempt))
+        except EpisodeFailed as failure:
+            await runner.engine.forget(name)
+            self._book(failure)
+            if env is not None:
+                self._discard(env)  # its state is unknown
+            return failure
+        self._spare_envs.append(env)
+        self._book(None)
+        return replace(trajectory, rollout_id=rollout_id)
+
+    async def _fresh_env(self) -> Environment:
+        try:
+            return await asyncio.to_thread(self._make_env)
+        except Exception as error:  # anybody's code
+            raise EpisodeFailed("env_error", "the environment's constructor", error) from error
+
+    def _discard(self, env: Environment) -> None:
+        close = getattr(env, "close", None)
+        if close is not None:
+            closing = asyncio.get_running_loop().run_in_executor(None, close)
+            closing.add_done_callback(lambda future: future.cancelled() or future.exception())
+
+    def _book(self, failure: EpisodeFailed | None) -> None:
+        self._recent.append(failure)
+        if failure is None:
+            return
+        if not self.failures[failure.kind]:
+            logger.warning("An episode failed and is retried (further ones are counted): %s", failure)
+        self.failures[failure.kind] += 1
+        failed = [entry for entry in self._recent if entry is not None]
+        share = len(failed) / len(self._recent)
+        if len(self._recent) >= min(16, 2 * self._concurrency) and share > self._retry.max_failure_share:
+            (where, count), *_ = Counter(entry.where for entry in failed).most_common(1)
+            latest = next(entry for entry in reversed(failed) if entry.where == where)
+            self._broken = PoolFailed(
+                f"{share:.0%} of the latest {len(self._recent)} episodes failed, {count} of them in {where}; "
+                f"the latest: {latest}"
+            )
+            self._broken.__cause__ = latest.__cause__
+
+    def _raise_if_broken(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    # -- bookkeeping and end -----------------------------------------------------------------------------------------
+
+    def published(self) -> None:
+        """The update made of the last batch is in the engine: its rollouts are trained, their places free."""
+        for rollout_id in self._in_training:
+            self.ledger.close(rollout_id, TRAINED)
+        self._in_training = []
+        self.queue.published()
+
+    def stop(self) -> None:
+        """Cancel the episodes in flight and close the environments."""
+
+        async def empty() -> None:
+            for seat in self._seats:
+                seat.cancel()
+            await asyncio.gather(*self._seats, return_exceptions=True)
+            for env in self._spare_envs:
+                self._discard(env)
+            self._spare_envs = []
+
+        self._thread.run(empty())
+        self._seats = []
+
+
+def _attempt_name(rollout_id: str, attempt: int) -> str:
+    """The engine's session: a second attempt is a conversation of its own."""
+    return rollout_id if attempt == 0 else f"{rollout_id}~{attempt}"

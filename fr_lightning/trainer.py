@@ -1,0 +1,57 @@
+"""LightningCLI with the parts every run has: the learner, the rollouts, weight publication, checkpoints, pictures.
+
+Invariant: what a user may drop or replace is in the YAML; what may not be dropped (WeightSync) is added here.
+"""
+
+from __future__ import annotations
+
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+
+from fr_lightning.callbacks import Transcripts, WeightSync
+from fr_lightning.datamodule import RolloutDataModule
+from fr_lightning.module import FlashReinforce
+
+
+class FlashCLI(LightningCLI):
+    """`fit`, `validate`, `test` and `predict` of `FlashReinforce` on `RolloutDataModule`."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(WeightSync, "weight_sync")
+        parser.add_lightning_class_args(Transcripts, "transcripts")
+        parser.set_defaults(
+            {
+                "trainer.accelerator": "auto",
+                "trainer.devices": 1,
+                "trainer.max_epochs": -1,
+                "trainer.check_val_every_n_epoch": None,
+                "trainer.log_every_n_steps": 1,
+            }
+        )
+
+    @staticmethod
+    def run() -> FlashCLI:
+        """Run the subcommand of `sys.argv` with its options."""
+        return FlashCLI(
+            FlashReinforce,
+            RolloutDataModule,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            save_config_callback=SaveConfigCallback,
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"default_env": False},
+        )
+
+    def after_validate(self) -> None:
+        self._print_scores()
+
+    def after_test(self) -> None:
+        self._print_scores()
+
+    def _print_scores(self) -> None:
+        score = self.model.last_evaluation
+        if score is None or not self.trainer.is_global_zero:
+            return
+        print(f"tasks {score.tasks}, samples {score.samples}, could not be played {score.unplayed}")
+        print(f"success avg@k {score.success}   reward {score.reward}")
+        for k, value in score.pass_at.items():
+            print(f"pass@{k} {value}")

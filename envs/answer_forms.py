@@ -100,13 +100,13 @@ _REALS = frozenset({r"\mathbb{R}", "all real numbers", "all reals", "the set of 
 _LINE = Items("()", (Value(r"-\infty"), Value(r"\infty")))
 
 
-def read(text: str) -> Form:
+def read(text: str, max_chars: int = 1000) -> Form:
     """The form of an answer in LaTeX, Unicode or plain text.
 
     Raises:
         Undecidable: it is empty, malformed, or beyond the limits.
     """
-    return _read(canonical(text), 0)
+    return _read(canonical(text, max_chars), 0)
 
 
 def _read(text: str, depth: int) -> Form:
@@ -135,7 +135,7 @@ def _read(text: str, depth: int) -> Form:
     text = parts[0][0]
     if (bracketed := _bracketed(text, inner)) is not None:
         return bracketed
-    if r"\pm" in text or r"\mp" in text:
+    if re.search(r"\\(?:pm|mp)(?![A-Za-z])", text):
         upper = re.sub(r"\\pm(?![A-Za-z])", "+", re.sub(r"\\mp(?![A-Za-z])", "-", text))
         lower = re.sub(r"\\pm(?![A-Za-z])", "-", re.sub(r"\\mp(?![A-Za-z])", "+", text))
         return Items("list", (inner(upper), inner(lower)))

@@ -12,7 +12,7 @@ import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
-MAX_RAW_CHARS = 20_000
+MAX_RAW_CHARS = 20_000  # before enclosing brackets come off
 MAX_DEPTH = 60
 MAX_BITS = 16_384
 
@@ -93,7 +93,7 @@ _MIXED = re.compile(r"(?<![\w}\]).^])(\d{1,40})\s*\\frac\{(\d{1,40})\}\{(\d{1,40
 _SPACED_MIXED = re.compile(r"(?<![\d/.])(\d{1,40}) +(\d{1,40})/(\d{1,40})(?![\d/.])")
 
 
-def canonical(text: str) -> str:
+def canonical(text: str, max_chars: int = 1000) -> str:
     """One spelling for what TeX, Unicode and plain text write in several ways. Changes no value.
 
     Raises:
@@ -102,6 +102,8 @@ def canonical(text: str) -> str:
     if len(text) > MAX_RAW_CHARS:
         raise Undecidable("too long")
     text = _unwrap(text)
+    if len(text) > max_chars:
+        raise Undecidable("too long")
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ]+", lambda run: "^{" + run.group().translate(_SUPERSCRIPTS) + "}", text)
     text = re.sub(r"[₀₁₂₃₄₅₆₇₈₉₊₋₍₎]+", lambda run: "_{" + run.group().translate(_SUBSCRIPTS) + "}", text)
     text = re.sub("[¼-¾⅐-⅞↉]", _vulgar_fraction, text)
@@ -140,24 +142,20 @@ _WRAPPERS = [("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "*
 def _unwrap(text: str) -> str:
     """Take off what encloses the whole answer and says nothing: math delimiters, emphasis, braces, brackets."""
     text = text.strip()
-    partner = partners(text)
+    partner, separated = _brackets(text)
     start, end = 0, len(text)
     changed = True
     while changed and start < end:
         changed = False
         while start < end and text[start].isspace():
             start += 1
-        while start < end and (
-            text[end - 1].isspace() or (text[end - 1] in ".,;:" and text[end - 2 : end - 1] != "\\")
-        ):
+        while start < end and (text[end - 1].isspace() or (text[end - 1] in ".,;:" and text[end - 2 : end - 1] != "\\")):
             end -= 1
         for left, right in _WRAPPERS:
             inner = (start + len(left), end - len(right))
             if inner[0] >= inner[1] or not (text.startswith(left, start) and text.startswith(right, inner[1])):
                 continue
-            if left in "{(" and partner.get(start) != end - 1:
-                continue
-            if left == "(" and _has_separator(text, *inner):
+            if left in "{(" and (partner.get(start) != end - 1 or (left == "(" and start in separated)):
                 continue
             if left[0] in "$*`" and left[0] in text[inner[0] : inner[1]].replace(r"\$", ""):
                 continue
@@ -169,27 +167,24 @@ def _unwrap(text: str) -> str:
 
 def partners(text: str) -> dict[int, int]:
     """Where each `(`, `[` or `{` closes; half-open intervals let `(` close with `]`. Escaped braces are braces too."""
+    return _brackets(text)[0]
+
+
+def _brackets(text: str) -> tuple[dict[int, int], set[int]]:
+    """The partner of each opening bracket, and the opening brackets with a comma or semicolon directly inside."""
     partner: dict[int, int] = {}
+    separated: set[int] = set()
     stack: list[int] = []
-    for mark in re.finditer(r"\\\\|\\[(\[)\]]|[()\[\]{}]", text):
+    for mark in re.finditer(r"\\\\|\\[(\[)\],;]|[()\[\]{},;]", text):
         if mark.group()[0] == "\\":
             continue
         if mark.group() in "([{":
             stack.append(mark.start())
+        elif stack and mark.group() in ",;":
+            separated.add(stack[-1])
         elif stack:
             partner[stack.pop()] = mark.start()
-    return partner
-
-
-def _has_separator(text: str, start: int, end: int) -> bool:
-    depth = 0
-    for mark in re.finditer(r"[()\[\]{},;]", text[start:end]):
-        if mark.group() in ",;":
-            if depth == 0:
-                return True
-        else:
-            depth += 1 if mark.group() in "([{" else -1
-    return False
+    return partner, separated
 
 
 _TAKES_ARGUMENTS = re.compile(r"\\(?:frac|binom|sqrt|overline|bar|dot)(?![A-Za-z])|[\^_]")
@@ -218,8 +213,10 @@ def _brace_arguments(text: str, depth: int = 0) -> str:
     return "".join(out)
 
 
-def _argument(text: str, position: int, command: str) -> tuple[str, int]:
+def _argument(text: str, position: int, command: str, depth: int = 0) -> tuple[str, int]:
     """The argument of `command` at `position`, without its braces, and where it ends."""
+    if depth > MAX_DEPTH:
+        raise Undecidable("nested too deeply")
     while position < len(text) and text[position].isspace():
         position += 1
     if position == len(text):
@@ -236,7 +233,7 @@ def _argument(text: str, position: int, command: str) -> tuple[str, int]:
         name, end = (inner.group(), inner.end()) if inner else ("\\", position + 1)
         if name in {*_TWO, r"\sqrt", r"\text"}:
             for _ in range(2 if name in _TWO else 1):
-                end = _argument(text, end, name)[1]
+                end = _argument(text, end, name, depth + 1)[1]
         return text[position:end], end
     return text[position], position + 1
 

@@ -38,11 +38,12 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fr_lightning.envs.answer_forms import Form, Items, Relation, read, same
+from fr_lightning.envs.answer_forms import Items, Relation, read, same
 from fr_lightning.envs.answer_latex import Undecidable, canonical, spaceless
 from fr_lightning.envs.answers import AnswerPolicy, extract
 
@@ -140,13 +141,9 @@ class MathVerifier:
         """None if responses can be checked against this reference answer, else the reason why not: a data error."""
         try:
             gold = self._gold(answer)
-            if len(gold) > self.policy.max_answer_chars:
-                return "too long"
-            same(read(gold), read(gold), self.policy, _NoAlgebra())
+            read(gold, self.policy.max_answer_chars)
         except Undecidable as error:
             return str(error)
-        except _NeedsAlgebra:
-            pass
         processes = self._running()
         reply = processes.waiting.submit(processes.ask, {"gold": gold, "policy": asdict(self.policy)}).result()
         return reply.get("undecidable")
@@ -155,9 +152,9 @@ class MathVerifier:
         """End the workers. Checks in flight end with `VerifierError`; more than one call is harmless."""
         with self._lock:
             self._closed = True
-            if self._processes is not None:
-                self._processes.close()
-                self._processes = None
+            processes, self._processes = self._processes, None
+        if processes is not None and processes.owner == os.getpid():
+            processes.close()
 
     def _running(self) -> _Processes:
         with self._lock:
@@ -178,27 +175,23 @@ class MathVerifier:
         """The verdict, or the extracted answer if it takes algebra."""
         found = extract(response, self.policy)
         other = found.answer
+        limit = self.policy.max_answer_chars
         try:
             gold = self._gold(answer)
-            reference = _read_gold(gold, self.policy)
-            if found.listed and isinstance(reference, Items) and len(reference.items) == len(found.listed):
-                other = ", ".join(found.listed)
+            if found.listed:
+                reference = read(gold, limit)
+                if isinstance(reference, Items) and len(reference.items) == len(found.listed):
+                    other = ", ".join(found.listed)
             if other is None:
                 return Verdict("no_answer", None, found.reason)
-            if len(other) > self.policy.max_answer_chars:
-                other = canonical(other)  # may be brackets only
-                if len(other) > self.policy.max_answer_chars:
-                    return Verdict("unverifiable", found.answer, "too long")
-            if spaceless(canonical(gold)) == spaceless(canonical(other)):
+            if spaceless(canonical(gold, limit)) == spaceless(canonical(other, limit)):
                 return Verdict("correct", other)
-            if reference is None:
-                return Verdict("unverifiable", other, "the reference answer cannot be read")
-            return Verdict("correct" if same(reference, read(other), self.policy, _NoAlgebra()) else "wrong", other)
+            equal = same(read(gold, limit), read(other, limit), self.policy, _NoAlgebra())
+            return Verdict("correct" if equal else "wrong", other)
         except _NeedsAlgebra:
             return other or ""
         except Undecidable as error:
-            status = "no_answer" if other is None else "unverifiable"
-            return Verdict(status, other, found.reason if other is None else str(error))
+            return Verdict("no_answer", None, found.reason) if other is None else Verdict("unverifiable", other, str(error))
 
     def _with_algebra(self, processes: _Processes, answer: str, other: str) -> Verdict:
         reply = processes.ask({"gold": self._gold(answer), "other": other, "policy": asdict(self.policy)})
@@ -209,13 +202,6 @@ class MathVerifier:
 
 def _rebuild(workers: int, timeout: float, memory_mb: int, policy: AnswerPolicy) -> MathVerifier:
     return MathVerifier(workers=workers, timeout=timeout, memory_mb=memory_mb, policy=policy)
-
-
-def _read_gold(gold: str, policy: AnswerPolicy) -> Form | None:
-    try:
-        return read(gold) if len(gold) <= policy.max_answer_chars else None
-    except Undecidable:
-        return None
 
 
 class _NeedsAlgebra(Exception):
@@ -272,6 +258,8 @@ class _Processes:
         worker = _Worker(self.timeout, self.memory_mb)
         self.alive.add(worker)
         try:
+            if self.closed.is_set():  # after `close` looked for workers to end
+                worker.end()
             worker.await_ready()
         except VerifierError:
             self.alive.discard(worker)
@@ -281,7 +269,10 @@ class _Processes:
     def close(self) -> None:
         self._finalizer()
         self.reading.shutdown(wait=False)
-        self.waiting.shutdown(wait=False)
+        self.waiting.shutdown(wait=True)  # its checks have lost their workers, so they end now
+        while not self.idle.empty():
+            if (worker := self.idle.get()) is not None:
+                worker.release()
 
 
 def _end_all(alive: set[_Worker], closed: threading.Event, owner: int) -> None:
@@ -327,6 +318,7 @@ class _Worker:
         if self._read_line(START_SECONDS) is None:
             code = self.process.poll()
             self.end()
+            self.release()
             raise VerifierError(
                 f"no verifier worker could be started (exit code {code}, None: no sign of life in {START_SECONDS:.0f} s); "
                 f"try `{sys.executable} -c 'import math_verify'`"
@@ -339,10 +331,11 @@ class _Worker:
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
             self.process.stdin.flush()
             line = self._read_line(timeout + REPLY_SLACK_SECONDS)
-        except (OSError, ValueError):  # ValueError: closed by `end`
+        except OSError:  # a broken pipe: it was killed
             line = None
-        if line is None:
+        if line is None or not self.usable:
             self.end()
+            self.release()
             return None
         return json.loads(line)
 
@@ -364,14 +357,15 @@ class _Worker:
         return line
 
     def end(self) -> None:
-        """Kill the process and reap it."""
+        """Kill the process and reap it. Any thread may; the pipes are left to the thread that may be reading them."""
+        self.usable = False
         with self._ending:
-            self.usable = False
             self.process.kill()
             self.process.wait()
-            for pipe in (self.process.stdin, self.process.stdout):
-                if pipe is not None:
-                    try:
-                        pipe.close()
-                    except OSError:
-                        pass
+
+    def release(self) -> None:
+        """Close the pipes of an ended process."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with suppress(OSError):  # unsent bytes of a dead process
+                    pipe.close()

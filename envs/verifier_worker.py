@@ -213,11 +213,11 @@ def decide(request: dict[str, Any]) -> dict[str, Any]:
     policy = AnswerPolicy(**{**request["policy"], "think_tags": tuple(request["policy"]["think_tags"])})
     algebra = MathVerifyAlgebra()
     try:
-        gold = read(request["gold"])
+        gold = read(request["gold"], policy.max_answer_chars)
         if request.get("other") is None:
             _check_readable(gold)
             return {"same": True}
-        return {"same": same(gold, read(request["other"]), policy, algebra)}
+        return {"same": same(gold, read(request["other"], policy.max_answer_chars), policy, algebra)}
     except Undecidable as error:
         return {"undecidable": str(error)}
     except (MemoryError, RecursionError) as error:

@@ -8,6 +8,7 @@ version is the number of optimizer steps made.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -314,4 +315,4 @@ class FlashReinforce(pl.LightningModule):
 def _split(count: int, parts: int) -> list[range]:
     """Contiguous parts of sizes as equal as can be."""
     bounds = [count * part // parts for part in range(parts + 1)]
-    return [range(low, high) for low, high in zip(bounds, bounds[1:], strict=False) if high > low]
+    return [range(low, high) for low, high in itertools.pairwise(bounds) if high > low]

@@ -46,7 +46,7 @@ class Objective:
     ppo_clip: float | None = None
 
     def __post_init__(self) -> None:
-        if math.isnan(self.delta) or self.delta < 0:
+        if not self.delta >= 0:
             raise ValueError(f"delta must be a drift ≥ 0 in nats (inf admits everything), got {self.delta}")
         if self.gate not in get_args(Gate):
             raise ValueError(f"gate must be one of {get_args(Gate)}, got {self.gate!r}")
@@ -129,10 +129,8 @@ def policy_loss(
     if objective.failure_token_fraction < 1.0:
         kept = kept & _failure_token_filter(mask, lengths, entropies, failed, objective.failure_token_fraction)
     if objective.ppo_clip is not None:
-        pushed_out = torch.where(
-            advantages[:, None] > 0, ratio > 1 + objective.ppo_clip, ratio < 1 - objective.ppo_clip
-        )
-        kept = kept & ~pushed_out
+        outside = torch.where(advantages[:, None] > 0, ratio > 1 + objective.ppo_clip, ratio < 1 - objective.ppo_clip)
+        kept = kept & ~outside
     kept = kept & admitted[:, None]
 
     batch = len(lengths) if num_trajectories is None else num_trajectories
@@ -146,16 +144,9 @@ def policy_loss(
 
     surrogate = (torch.where(kept, ratio, 0.0) * log_pi).sum(dim=1)  # [B]
     loss = -(weight.to(dtype) * advantages.detach().to(dtype) * surrogate).sum()
-    policy_ratios = ratio[mask]
-    return LossOutput(
-        loss=loss,
-        drift=sequence_drift,
-        admitted=admitted,
-        kept_tokens=kept.sum(dim=1),
-        importance_ratio=ImportanceRatio(
-            policy_ratios.mean(), policy_ratios.std(correction=0), policy_ratios.min(), policy_ratios.max()
-        ),
-    )
+    ratios = ratio[mask]
+    statistics = ImportanceRatio(ratios.mean(), ratios.std(correction=0), ratios.min(), ratios.max())
+    return LossOutput(loss, sequence_drift, admitted, kept.sum(dim=1), statistics)
 
 
 def token_drift(log_mu: Tensor, log_pi: Tensor) -> Tensor:

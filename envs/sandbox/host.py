@@ -127,6 +127,10 @@ class PythonSandbox:
         if zygote is not None:
             await zygote.close()
 
+    def _check_open(self) -> None:
+        if not self._open:
+            raise RuntimeError("the sandbox is closed: use it inside `async with PythonSandbox() as sandbox`")
+
     async def session(self) -> SandboxSession:
         """A new session. Its interpreter starts while the caller goes on; a failure shows as `unavailable` in `run`."""
         session = SandboxSession(self)
@@ -154,8 +158,6 @@ class PythonSandbox:
 
     async def _fork(self) -> Interpreter:
         """A new interpreter of a zygote that is alive: a dead one is replaced, and the sessions it held are lost."""
-        if not self._open:
-            raise RuntimeError("the sandbox is closed: use it inside `async with PythonSandbox() as sandbox`")
         async with self._starting:
             if self._zygote is None or not self._zygote.alive:
                 if self._zygote is not None:
@@ -216,6 +218,7 @@ class SandboxSession:
 
     async def _prepare(self) -> str:
         """Have an interpreter; returns why there is none."""
+        self._sandbox._check_open()
         if self._closed:
             raise RuntimeError("the session is closed")
         if self._interpreter is None:

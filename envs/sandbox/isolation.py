@@ -39,10 +39,10 @@ UNPRIVILEGED_UID = 65534
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 FORBIDDEN_HINT = (
-    'This machine or container forbids user namespaces. Docker: add "--security-opt seccomp=unconfined --security-opt '
-    'apparmor=unconfined --security-opt systempaths=unconfined". Ubuntu 24.04: "sysctl -w '
-    "kernel.apparmor_restrict_unprivileged_userns=0\", or an AppArmor profile for bwrap. To run the model's code without "
-    'any isolation, which lets it do whatever this user can, ask for isolation="unsafe_none".'
+    'This machine or container forbids user namespaces. Docker: add "--security-opt seccomp=unconfined '
+    '--security-opt apparmor=unconfined --security-opt systempaths=unconfined". Ubuntu 24.04: '
+    '"sysctl -w kernel.apparmor_restrict_unprivileged_userns=0", or an AppArmor profile for bwrap. To run the '
+    'model\'s code without any isolation, which lets it do whatever this user can, ask for isolation="unsafe_none".'
 )
 
 

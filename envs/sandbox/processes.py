@@ -74,8 +74,9 @@ class Output:
         room = self.limit - len(joint) - len(note)
         if self.characters <= room:
             return whole + joint + note, False
-        marker = f"\n[... {self.characters - room} or more characters left out ...]\n"
-        room = max(0, room - len(marker))
+        marker = "\n[... {} characters left out ...]\n"
+        room = max(0, room - len(marker) - len(str(self.characters)) + 2)
+        marker = marker.format(self.characters - room)
         ending = whole[len(whole) - (room - room // 2) :]
         return whole[: room // 2] + marker + ending + joint + note, True
 
@@ -154,7 +155,10 @@ class Zygote:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 pass_fds=descriptors,
+                start_new_session=True,  # a Ctrl-C is the trainer's to handle
             )
+        except OSError as error:
+            raise SandboxUnavailable(f"the Python sandbox did not start: {error}") from error
         finally:
             os.close(trainer)
             self.channel.far_end.close()
@@ -338,9 +342,10 @@ class Interpreter:
         finally:
             if not finished:
                 self.kill("cancelled")
-            self.loop.remove_reader(self.output)
-            self._drain()
             self.reply = None
+            if self.output >= 0:  # the sandbox may have been closed meanwhile
+                self.loop.remove_reader(self.output)
+                self._drain()
 
     async def _verdict(self, reply: bytes) -> tuple[Status, str]:
         if not self.killed_for:

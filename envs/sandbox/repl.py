@@ -33,6 +33,8 @@ class Repl:
         self.process = os.getpid()
         self.getpid = os.getpid  # the code may replace what it likes in `os`
         self.message = bytearray(MAX_MESSAGE_BYTES)  # made now: the code may leave no memory
+        self.stdout: TextIO | None = None
+        self.stderr: TextIO | None = None
         self.module = types.ModuleType("__main__")
         self.limit = resource.getrlimit(resource.RLIMIT_AS)
         sys.modules["__main__"] = self.module  # pickle, dataclasses and multiprocessing look names up here
@@ -42,7 +44,7 @@ class Repl:
     def reset_streams(self) -> None:
         """Undo what a cell did to the streams: a forgotten redirection must not swallow the next cell's output."""
         for name, descriptor in (("stdout", 1), ("stderr", 2)):
-            stream: TextIO | None = getattr(self, name, None)
+            stream: TextIO | None = getattr(self, name)
             if stream is None or stream.closed:
                 raw = open(descriptor, "wb", buffering=1 << 16, closefd=False)  # noqa: SIM115
                 stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
@@ -107,8 +109,8 @@ class Repl:
     def report(self, text: str) -> None:
         with contextlib.suppress(BaseException):
             self.reset_streams()
-            self.stderr.write(text)
-            self.stderr.flush()
+            sys.stderr.write(text)
+            sys.stderr.flush()
 
 
 def keep_own_frames(error: BaseException) -> None:

@@ -2,9 +2,9 @@
 
 A session is two processes: an init that reaps and forwards the deadline's interrupt, and the interpreter that runs
 the cells (repl.py). Invariant: before the first cell a session has its own user, process, mount, IPC and network
-namespaces, one private tmpfs behind /tmp and /dev/shm, no /proc, no capability, its limits and its system-call filter,
-and holds no descriptor but its streams and its control socket. The zygote is the parent of every init, so it alone says how a session
-ended, and it ends itself (and thereby everything) when the trainer does.
+namespaces, one private tmpfs behind /tmp and /dev/shm, no /proc, no capability, its limits and its system-call
+filter, and holds no descriptor but its streams and its control socket. The zygote is the parent of every init, so it
+alone says how a session ended; and it ends itself, and thereby everything, when the trainer does.
 
 Runs from a bare path with the standard library only; nothing here imports the project.
 """
@@ -29,7 +29,7 @@ import time
 import traceback
 from typing import Any, NoReturn
 
-from .repl import REPORT_BYTES, Repl
+from .repl import REPORT_BYTES, Repl  # noqa: TID251 (inside, this folder is a package of its own)
 
 WARM_UP = {
     "numpy": "import numpy as n; n.linalg.inv(n.eye(3) * 2) @ n.random.default_rng(0).random(3); str(n.arange(3) / 2)",
@@ -65,7 +65,7 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
 
 
 class Zygote:
-    """Settings: `namespaces` (False: none of the isolation), `filter` (BPF), `preload`, `memory`, `disk` (bytes), `processes`."""
+    """Of the settings `memory` and `disk` are bytes, `filter` is BPF, and without `namespaces` nothing is isolated."""
 
     def __init__(self, control: socket.socket, trainer: int, settings: dict[str, Any]):
         self.control = control
@@ -256,7 +256,7 @@ class Zygote:
         limits = {
             resource.RLIMIT_AS: (memory, memory + REPORT_BYTES),
             resource.RLIMIT_FSIZE: (self.settings["disk"],) * 2,
-            resource.RLIMIT_NOFILE: (256, 256),
+            resource.RLIMIT_NOFILE: (64, 64),  # each socket can hold 200 KiB that no limit counts
             resource.RLIMIT_CORE: (0, 0),
             resource.RLIMIT_MSGQUEUE: (0, 0),
             resource.RLIMIT_SIGPENDING: (256, 256),
@@ -280,7 +280,7 @@ class Zygote:
 
 
 def announce(session: socket.socket, init: int, namespaces: dict[str, int]) -> None:
-    """Hand the trainer the means to kill the session: a pidfd of its init, whose end is the end of all its processes."""
+    """Hand the trainer a pidfd of the session's init: its end is the end of all the session's processes."""
     handle = os.pidfd_open(init)
     socket.send_fds(session, [f"init {init} {json.dumps(namespaces)}".encode()], [handle])
     os.close(handle)

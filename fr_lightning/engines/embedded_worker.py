@@ -328,7 +328,7 @@ def _filter(scores: Tensor, samplings: list[Sampling]) -> Tensor:
     top_k = torch.tensor([s.top_k or vocab for s in samplings], device=device)[:, None]
     top_p = torch.tensor([s.top_p for s in samplings], device=device)[:, None]
     min_p = torch.tensor([s.min_p for s in samplings], device=device)[:, None]
-    ranked, order = scores.sort(-1, descending=True, stable=True)
+    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
     ranked = ranked.masked_fill(torch.arange(vocab, device=device) >= top_k, -torch.inf)
     probabilities = ranked.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities

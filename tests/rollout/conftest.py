@@ -1,4 +1,4 @@
-"""A tokenizer with a chat template, and an engine that says what it is told: enough to play episodes without a model."""
+"""A tokenizer with a chat template and an engine that says what it is told: episodes without a model."""
 
 import asyncio
 from collections.abc import Callable

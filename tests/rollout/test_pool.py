@@ -36,7 +36,7 @@ class Echo(TextEnv):
         return f"turn {self.turn}", float(self.task_seed % 2), self.turn == 2, False, {}
 
 
-@pytest.fixture()
+@pytest.fixture
 def thread():
     thread = LoopThread("test", workers=40)
     yield thread
@@ -156,7 +156,7 @@ def test_a_constructor_that_raises_is_a_failure_too(thread, chat):
 
     pool = make_pool(thread, chat, env=broken)
     pool.start()
-    with pytest.raises(PoolFailed, match="constructor.*no module named textworld"):
+    with pytest.raises(PoolFailed, match=r"constructor.*no module named textworld"):
         pool.next_batch(0)
     pool.stop()
 

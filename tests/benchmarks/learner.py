@@ -1,0 +1,270 @@
+"""One optimizer step of the learner: ours, the plain way, and TRL's GRPOTrainer. Speed, peak memory, head memory.
+
+    python -m tests.benchmarks.learner --model HuggingFaceTB/SmolLM2-135M-Instruct --rows 32 --tokens 128 --rounds 3
+
+Every way makes the same step: forward, per-token log-probabilities and entropies, loss, backward, fused AdamW, on the
+same random token ids; `--rows` rows of `--tokens` tokens, the first 16 of each a prompt; float32 weights, and bfloat16
+autocast unless `--precision float32`. Nothing is generated.
+
+- `ours`: `Policy` and `policy_loss`, in micro-batches of `--max-tokens`.
+- `plain`: the same loop and micro-batches, but the model's logits → float32 → log_softmax → gather, and entropies from it.
+- `trl`: `GRPOTrainer.train()` with TRL's own defaults, 8 rows per device and gradient checkpointing, accumulated to
+  `--rows`. Only its generation and scoring are replaced, by the fixed tokens; a step is timed between its
+  `on_step_begin` and `on_step_end`. TRL 1.16 has a chunked head of its own.
+- `trl-matched`: the same without gradient checkpointing, with our micro-batch's rows per device.
+
+Each measurement is a fresh process, the ways taken in turn in every round: one warm-up step, then one that is timed.
+Peak memory is `ru_maxrss` of the whole process, libraries included. Head memory is measured apart: hidden states of all
+rows go through forward and backward of the head alone, and the growth of the peak less the gradients of hidden states
+and weight is what the computation took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import psutil
+import torch
+from torch import Tensor
+
+from fr_lightning.logprobs import token_logprobs
+from fr_lightning.models import load_causal_lm, load_tokenizer, resolve_model
+from fr_lightning.objective import Objective, policy_loss
+from fr_lightning.packing import micro_batches
+from fr_lightning.policy import Policy, PolicyConfig
+from fr_lightning.trajectory import PaddedRows, Trajectory, TrajectoryBatch
+
+PROMPT = 16
+LEARNING_RATE = 1e-6
+WAYS = ("ours", "plain", "trl", "trl-matched")
+GIB = 2**30
+
+
+def peak_rss() -> int:
+    """Bytes. Linux reports kibibytes, macOS bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def autocast(precision: str) -> AbstractContextManager:
+    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16")
+
+
+def random_tokens(rows: int, tokens: int, vocabulary: int) -> Tensor:
+    return torch.randint(20, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(0))
+
+
+def plain_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """As most trainers do: everything in float32, at once."""
+    distribution = logits.float().log_softmax(dim=-1)
+    with torch.no_grad():
+        entropies = -(distribution.exp() * distribution).sum(dim=-1)
+    return distribution.gather(-1, targets[..., None])[..., 0], entropies
+
+
+def measure_loop(args: argparse.Namespace, forward: Callable[[PaddedRows], tuple[Tensor, Tensor]], model) -> float:
+    """Seconds of the second of two steps of our own loop."""
+    ids = random_tokens(args.rows, args.tokens, model.config.vocab_size)
+    mask = torch.arange(args.tokens) >= PROMPT
+    behavior = torch.where(mask, -11.0, 0.0)
+    batch = TrajectoryBatch(Trajectory(row, mask, behavior, torch.where(mask, 0, -1), reward=0.0) for row in ids)
+    advantages = torch.linspace(-1.0, 1.0, args.rows)
+    objective = Objective(gate="none")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    for _ in range(2):
+        start = time.perf_counter()
+        for group in micro_batches(batch.lengths, args.max_tokens):
+            rows = batch.pad(group)
+            with autocast(args.precision):
+                logprobs, entropies = forward(rows)
+            loss = policy_loss(
+                logprobs, rows.behavior_logprobs, advantages[group], rows.policy_mask, objective,
+                num_trajectories=len(batch), entropies=entropies,
+            ).loss  # fmt: skip
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return time.perf_counter() - start
+
+
+def measure_ours(args: argparse.Namespace) -> float:
+    policy = Policy(PolicyConfig(name=args.model, chunk_tokens=args.chunk_tokens))
+    return measure_loop(args, policy, policy.model)
+
+
+def measure_plain(args: argparse.Namespace) -> float:
+    model = load_causal_lm(args.model).train()
+
+    def forward(rows: PaddedRows) -> tuple[Tensor, Tensor]:
+        logits = model(input_ids=rows.token_ids, use_cache=False).logits[:, :-1]
+        logprobs, entropies = plain_logprobs(logits, rows.token_ids[:, 1:])
+        pad = torch.nn.functional.pad
+        return pad(logprobs, (1, 0)) * rows.policy_mask, pad(entropies, (1, 0)) * rows.policy_mask
+
+    return measure_loop(args, forward, model)
+
+
+def measure_trl(args: argparse.Namespace, matched: bool) -> float:
+    """Seconds of the second optimizer step inside `GRPOTrainer.train()`."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    marks: list[float] = []
+
+    class Stopwatch(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            marks.append(time.perf_counter())
+
+        def on_step_end(self, args, state, control, **kwargs):
+            marks.append(time.perf_counter())
+
+    class GivenTokens(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            ids = random_tokens(args.rows, args.tokens, self.model.config.vocab_size)
+            mask = torch.ones_like(ids)
+            return {
+                "prompt_ids": ids[:, :PROMPT], "prompt_mask": mask[:, :PROMPT],
+                "completion_ids": ids[:, PROMPT:], "completion_mask": mask[:, PROMPT:],
+                "advantages": torch.linspace(-1.0, 1.0, args.rows),
+                "num_items_in_batch": mask[:, PROMPT:].sum(),
+            }  # fmt: skip
+
+    per_device = min(args.rows, args.max_tokens // args.tokens if matched else 8)
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            use_cpu=True,
+            bf16=args.precision == "bfloat16",
+            gradient_checkpointing=not matched,
+            per_device_train_batch_size=per_device,
+            gradient_accumulation_steps=args.rows // per_device,
+            num_generations=min(8, args.rows),
+            max_completion_length=args.tokens - PROMPT,
+            learning_rate=LEARNING_RATE,
+            max_steps=2,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        trainer = GivenTokens(
+            model=load_causal_lm(args.model),
+            processing_class=load_tokenizer(args.model),
+            reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
+            args=config,
+            train_dataset=Dataset.from_list([{"prompt": "x"}] * args.rows * 2),
+            callbacks=[Stopwatch()],
+        )
+        trainer.train()
+    assert len(marks) == 4, marks
+    return marks[3] - marks[2]
+
+
+def measure_head(args: argparse.Namespace, way: str) -> int:
+    """Bytes that log-probabilities and entropies of all tokens take, forward and backward, beyond what any way needs:
+    the hidden states, the head's weight, and the gradients of both.
+    """
+    model = load_causal_lm(args.model)
+    head = model.get_output_embeddings()
+    assert head is not None
+    weight = torch.nn.Parameter(head.weight.detach().clone())
+    del model, head
+    hidden = torch.randn(args.rows * args.tokens, weight.shape[1], requires_grad=True)
+    targets = random_tokens(args.rows, args.tokens, len(weight)).flatten()
+    temperature = torch.ones(len(hidden))
+
+    def run(size: int) -> None:
+        with autocast(args.precision):
+            if way == "ours":
+                logprobs, _ = token_logprobs(
+                    hidden[:size], weight, targets[:size], temperature[:size], chunk_tokens=args.chunk_tokens
+                )
+            else:
+                logprobs, _ = plain_logprobs(torch.nn.functional.linear(hidden[:size], weight), targets[:size])
+        logprobs.sum().backward()
+
+    torch.set_flush_denormal(True)
+    with autocast(args.precision):  # load the kernels on a toy problem, lest their code count as working memory
+        toy = torch.nn.Parameter(weight[:64].detach().clone())
+        token_logprobs(hidden[:8], toy, targets[:8] % 64, temperature[:8])[0].sum().backward()
+        plain_logprobs(torch.nn.functional.linear(hidden[:8], toy), targets[:8] % 64)[0].sum().backward()
+    hidden.grad = None
+    before = psutil.Process().memory_info().rss
+    settled = peak_rss()  # loading the model peaked above what is held now: lift the floor to it, so as to see growth
+    ballast = torch.ones(max(0, settled - before) // 4)
+    before = psutil.Process().memory_info().rss
+    run(len(hidden))
+    grown = peak_rss() - max(before, settled)
+    del ballast
+    return grown - weight.nbytes - hidden.nbytes
+
+
+def child(args: argparse.Namespace) -> None:
+    if args.child.startswith("head-"):
+        result = {"head": measure_head(args, args.child.removeprefix("head-"))}
+    else:
+        measure = {"ours": measure_ours, "plain": measure_plain}.get(args.child)
+        seconds = measure(args) if measure else measure_trl(args, matched=args.child == "trl-matched")
+        result = {"tokens_per_second": args.rows * args.tokens / seconds, "peak": peak_rss()}
+    print(json.dumps(result))
+
+
+def measured(args: argparse.Namespace, way: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "tests.benchmarks.learner", "--child", way]
+    for name in ("model", "rows", "tokens", "max_tokens", "chunk_tokens", "precision"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    )
+    if done.returncode:
+        raise RuntimeError(f"{way} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=128, help=f"of a row, {PROMPT} of them a prompt")
+    parser.add_argument("--max-tokens", type=int, default=512, help="of a micro-batch, ours and plain")
+    parser.add_argument("--chunk-tokens", type=int, default=PolicyConfig.chunk_tokens)
+    parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.model = resolve_model(args.model)
+    if args.child:
+        child(args)
+        return
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in args.ways}
+    for _ in range(args.rounds):
+        for way in args.ways:
+            found[way].append(measured(args, way))
+    print(f"{args.rows} rows × {args.tokens} tokens, {args.precision}, micro-batches of {args.max_tokens} tokens")
+    print(f"{'way':<12} {'tokens/s':>9} {'(each round)':<28} {'peak GiB':>8}")
+    for way, rounds in found.items():
+        speeds = [one["tokens_per_second"] for one in rounds]
+        each = " ".join(f"{speed:.0f}" for speed in speeds)
+        peak = statistics.median(one["peak"] for one in rounds) / GIB
+        print(f"{way:<12} {statistics.median(speeds):>9.0f} {each:<28} {peak:>8.2f}")
+    heads = {way: measured(args, f"head-{way}")["head"] / GIB for way in ("ours", "plain")}
+    vocabulary = load_causal_lm(args.model).config.vocab_size
+    full = 4 * args.rows * args.tokens * vocabulary / GIB
+    print(f"head alone, all tokens: ours {heads['ours']:.3f} GiB, plain {heads['plain']:.3f} GiB; ", end="")
+    print(f"float32 [tokens, vocabulary] is {full:.3f} GiB")
+
+
+if __name__ == "__main__":
+    main()

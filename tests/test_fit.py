@@ -1,0 +1,197 @@
+"""The whole way, from task to optimizer step, with the real engine in its own process and a real (tiny) model."""
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from fr_lightning.callbacks import (
+    Cost,
+    Curves,
+    Drift,
+    Entropy,
+    Lag,
+    Length,
+    ToolCalls,
+    Transcripts,
+    Truncation,
+    WeightSync,
+)
+from fr_lightning.datamodule import EvaluationPlan, RolloutDataModule
+from fr_lightning.engines.base import Sampling
+from fr_lightning.engines.embedded import EmbeddedEngine
+from fr_lightning.envs.arithmetic import ArithmeticEnv, CalculatorEnv
+from fr_lightning.module import FlashReinforce
+from fr_lightning.policy import PolicyConfig
+from fr_lightning.rollout.queue import LagLimit
+from fr_lightning.rollout.runner import EpisodeLimits
+
+
+def diagnostics() -> list[pl.Callback]:
+    return [Entropy(), Length(), Truncation(), ToolCalls(), Drift(), Lag(), Cost()]
+
+
+def run(tiny_model, folder, *, steps, callbacks=(), module_settings=None, ckpt_path=None, validate=False, **data):
+    """One `fit`; returns what is left of it."""
+    module = FlashReinforce(
+        PolicyConfig(name=tiny_model),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        **(module_settings or {}),
+    )
+    settings = {
+        "env": CalculatorEnv,
+        "batch_size": 8,
+        "concurrency": 16,
+        "sampling": Sampling(max_tokens=12),
+        "limits": EpisodeLimits(max_context=200, max_turns=3),
+        "evaluation": EvaluationPlan(tasks=12),
+        **data,
+    }
+    datamodule = RolloutDataModule(engine=EmbeddedEngine(max_context=256, max_sequences=16), **settings)
+    seen = Recorder()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        max_epochs=-1,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=-1 if validate else 0,
+        limit_val_batches=None if validate else 0,
+        check_val_every_n_epoch=None,
+        val_check_interval=2,
+        callbacks=[
+            WeightSync(),
+            *callbacks,
+            seen,
+            pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1),
+        ],
+    )
+    trainer.fit(module, datamodule=datamodule, ckpt_path=ckpt_path)
+    weights = torch.cat([p.detach().flatten() for p in module.parameters()])
+    return seen, weights, module, datamodule, trainer
+
+
+class Recorder(pl.Callback):
+    def __init__(self):
+        self.rollouts: list[str] = []
+        self.tokens: list[list[int]] = []
+        self.lags: list[int] = []
+        self.drifts: list[float] = []
+        self.metrics: list[dict] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        update = outputs["update"]
+        self.rollouts += [t.rollout_id for t in batch]
+        self.tokens += [t.token_ids.tolist() for t in batch]
+        self.lags += [int(t.policy_lag(update.version).max()) for t in batch]
+        self.drifts += update.drift.tolist()
+        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def test_sync_runs_of_one_seed_are_equal_bit_for_bit_and_on_policy(tiny_model, tmp_path):
+    first, weights, *_ = run(tiny_model, tmp_path / "a", steps=3, mode="sync", seed=5)
+    second, again, *_ = run(tiny_model, tmp_path / "b", steps=3, mode="sync", seed=5)
+    assert first.tokens == second.tokens
+    assert torch.equal(weights, again)
+    assert max(first.lags) == 0
+    assert max(first.drifts) < 1e-6  # engine and learner agree on every token they both weighed
+    other, *_ = run(tiny_model, tmp_path / "c", steps=1, mode="sync", seed=6)
+    assert other.tokens != first.tokens[: len(other.tokens)]
+
+
+def test_a_sync_run_resumed_equals_the_unbroken_one(tiny_model, tmp_path):
+    unbroken, weights, *_ = run(tiny_model, tmp_path / "a", steps=4, mode="sync")
+    part, *_ = run(tiny_model, tmp_path / "b", steps=2, mode="sync")
+    (checkpoint,) = (tmp_path / "b").glob("*step=2.ckpt")
+    rest, resumed, module, data, _ = run(tiny_model, tmp_path / "c", steps=4, mode="sync", ckpt_path=checkpoint)
+    assert part.tokens + rest.tokens == unbroken.tokens
+    assert torch.equal(resumed, weights)
+    assert module.policy_version == 4
+    assert data.ledger.counts == {"trained": 32, "open": 0}
+
+
+def test_async_respects_the_lag_and_accounts_for_every_task(tiny_model, tmp_path):
+    seen, _, module, data, _ = run(
+        tiny_model, tmp_path, steps=6, callbacks=diagnostics(), lag=LagLimit(1, "wait"), max_queued=16
+    )
+    assert max(seen.lags) <= 1
+    assert len(set(seen.rollouts)) == 48
+    assert data.ledger.counts["trained"] == 48
+    assert data.ledger.drawn == sum(data.ledger.counts.values())
+    assert module.policy_version == 6
+    last = seen.metrics[-1]
+    for name in (
+        "entropy/mean",
+        "length/mean",
+        "truncation/turns",
+        "tool_calls/mean",
+        "drift/mean",
+        "lag/mean",
+        "time/wait",
+    ):
+        assert name in last
+    assert last["drift/mean"] < 0.1
+
+
+def test_resumed_async_draws_what_was_open_again_and_nothing_twice(tiny_model, tmp_path):
+    first, *_ = run(tiny_model, tmp_path / "a", steps=2)
+    (checkpoint,) = (tmp_path / "a").glob("*step=2.ckpt")
+    rest, _, _, data, _ = run(tiny_model, tmp_path / "b", steps=5, ckpt_path=checkpoint)
+    trained = first.rollouts + rest.rollouts
+    assert len(set(trained)) == len(trained) == 40
+    counts = data.ledger.counts
+    assert counts["trained"] == 40
+    numbers = {int(name.removeprefix("rollout-")) for name in trained}
+    open_ones = set(range(data.ledger.drawn)) - numbers
+    assert len(open_ones) == counts["open"]
+
+
+def test_validation_scores_held_out_tasks_before_and_during_training(tiny_model, tmp_path):
+    curves = Curves()
+    _, _, module, _, trainer = run(
+        tiny_model, tmp_path, steps=4, callbacks=[*diagnostics(), Transcripts(every=2), curves], validate=True
+    )
+    assert [row["update"] for row in curves.evaluations] == [0, 2, 4]
+    assert module.last_evaluation is not None
+    assert (module.last_evaluation.tasks, module.last_evaluation.unplayed) == (12, 0)
+    picture = Path(tmp_path) / "curves.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "<|im_start|>assistant" in (Path(tmp_path) / "transcripts.txt").read_text()
+    assert len(curves.updates) == 4
+    assert trainer.callback_metrics["val/unplayed"] == 0
+
+
+def test_training_without_weight_sync_is_refused(tiny_model, tmp_path):
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        default_root_dir=tmp_path, num_sanity_val_steps=0, limit_val_batches=0,
+    )  # fmt: skip
+    data = RolloutDataModule(
+        env=ArithmeticEnv, engine=EmbeddedEngine(max_context=256), batch_size=4, limits=EpisodeLimits(max_context=128)
+    )
+    with pytest.raises(RuntimeError, match="WeightSync"):
+        trainer.fit(FlashReinforce(PolicyConfig(name=tiny_model)), datamodule=data)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sampling": Sampling(top_p=0.9)}, "top_p 1"),
+        ({"sampling": Sampling(temperature=0.0)}, "temperature > 0"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"rollouts_per_task": 3}, "multiple"),
+        ({"env": "fr_lightning/NoSuch-v0"}, "NoSuch"),
+    ],
+)
+def test_wrong_settings_name_themselves(settings, message):
+    arguments = {"env": ArithmeticEnv, "engine": EmbeddedEngine(), **settings}
+    with pytest.raises(Exception, match=message):
+        RolloutDataModule(**arguments)
+
+
+def test_a_context_larger_than_the_engines_is_refused(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match="max_context"):
+        run(tiny_model, tmp_path, steps=1, limits=EpisodeLimits(max_context=999))

@@ -1,7 +1,6 @@
-"""What kind of thing an answer is, and when two answers are the same.
+"""What kind of thing an answer is: words, a value, a list, an interval, an equation, ...
 
-Invariant: two answers are the same only if it was shown. Lists, sets, intervals, tuples and matrices are taken apart here
-and compared item by item, numbers exactly; only what is left, one expression against another, is asked of `Algebra`.
+Invariant: reading loses nothing that could make two answers differ; what is not understood stays in a value's text.
 """
 
 from __future__ import annotations
@@ -9,11 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from fr_lightning.envs.answer_latex import Undecidable, canonical, partners, rational, spaceless
+from fr_lightning.envs.answer_latex import Undecidable, canonical, partners, spaceless
 from fr_lightning.envs.answer_units import split_unit
-from fr_lightning.envs.answers import AnswerPolicy
 
 
 @dataclass(frozen=True)
@@ -25,17 +22,21 @@ class Words:
 
 @dataclass(frozen=True)
 class Value:
-    """One expression; `base` is the subscript of digits such as 52_8."""
+    """One expression; `base` is the subscript of digits such as 52_8.
+
+    `product` is the whole text if the unit is a lone letter that could be a variable: "2 m".
+    """
 
     body: str
     unit: str | None = None
     percent: bool = False
     base: int | None = None
+    product: str | None = None
 
 
 @dataclass(frozen=True)
 class Items:
-    """Several forms: `list` or `set` in any order, `union` of intervals, or by brackets `()`, `(]`, `<>`, `matrix2x2`."""
+    """Several forms. `kind` is `list`, `set`, `union`, brackets such as `()`, `(]` or `<>`, or `matrix2x2`."""
 
     kind: str
     items: tuple[Form, ...]
@@ -69,16 +70,6 @@ class Relation:
 Form = Words | Value | Items | Range | Assigned | Relation
 
 
-class Algebra(Protocol):
-    """Decides what needs a computer algebra system. Both may raise `Undecidable`."""
-
-    def same_value(self, gold: str, other: str) -> bool: ...
-
-    def same_relation(self, gold: Relation, other: Relation) -> bool: ...
-
-
-# ---------------------------------------------------------------- reading
-
 _SEPARATOR = re.compile(
     r"[,;]|\\text\s*\{[\s,]*(?:and|or)[\s,]*\}|(?<![A-Za-z\\{])(?:and|or)(?![A-Za-z}])|\\(?:lor|land|vee|wedge)(?![A-Za-z])"
 )
@@ -89,13 +80,15 @@ _LETTER = (
     r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi|varphi|"
     r"chi|psi|omega|ell|Delta|Gamma|Theta|Omega)(?![A-Za-z]))(?:_\{\w{1,10}\})?"
 )
-_VARIABLE = re.compile(_LETTER)
+VARIABLE = re.compile(_LETTER)
 _NAME = re.compile(
     rf"(?:\\text\{{[^{{}}]*\}}|{_LETTER}|[A-Za-z]{{2,20}})(?:_\{{[\w, ]{{1,10}}\}})?'{{0,2}}(?:\([^=<>]{{0,60}}\))?|"
     rf"(?!.*\b(?:not|never|no)\b)[A-Za-z][A-Za-z ]{{1,40}}|\({_LETTER}(?:, ?{_LETTER}){{1,5}}\)|"
     r"m?\s*\\(?:angle|overline|vec|hat|triangle|bar)\s*\{?[A-Za-z ]{1,4}\}?|\|[A-Z]{1,3}\||\[[A-Z]{3,6}\]"
 )
-_CONSTANT_COMMANDS = frozenset("pi sqrt frac cdot div infty ln log sin cos tan binom circ".split())
+_CONSTANT_COMMANDS = frozenset(
+    ["pi", "sqrt", "frac", "cdot", "div", "infty", "ln", "log", "sin", "cos", "tan", "binom", "circ"]
+)
 _REALS = frozenset({r"\mathbb{R}", "all real numbers", "all reals", "the set of all real numbers"})
 _LINE = Items("()", (Value(r"-\infty"), Value(r"\infty")))
 
@@ -168,9 +161,10 @@ def _split(text: str, separator: re.Pattern[str]) -> Iterator[tuple[str, str]]:
     depth = start = 0
     for mark in token.finditer(text):
         name = mark.group()
-        if name in {r"\begin{", r"\end{"}:
-            depth += 2 if name == r"\begin{" else 0
-            depth -= 0 if name == r"\begin{" else 0
+        if name == r"\begin{":
+            depth += 2  # its brace, and the environment
+        elif name == r"\end{":
+            pass  # its brace opens, the environment closes
         elif name in {"(", "[", "{", r"\langle"}:
             depth += 1
         elif name in {")", "]", "}", r"\rangle"}:
@@ -190,7 +184,7 @@ def _matrix(match: re.Match[str], inner: Callable[[str], Form]) -> Items:
     return Items(f"{kind}{len(rows)}x{len(rows[0])}", tuple(inner(cell) for row in rows for cell in row))
 
 
-def _union(parts: Sequence[Form]) -> Form:
+def _union(parts: Sequence[Form]) -> Items:
     items = [
         item for part in parts for item in (part.items if isinstance(part, Items) and part.kind == "union" else (part,))
     ]
@@ -201,16 +195,14 @@ def _union(parts: Sequence[Form]) -> Form:
 
 def _listed(items: list[Form], separators: set[str]) -> Form:
     names = [item.name for item in items if isinstance(item, Assigned)]
-    if names and len(set(names)) == 1 and (len(names) == len(items) or isinstance(items[0], Assigned)):
+    one_name = len(set(names)) == 1 and (len(names) == len(items) or isinstance(items[0], Assigned))
+    if one_name and all(isinstance(item, (Assigned, Value)) for item in items):
         # "x = 2 or x = 5" and "x = 2, 5" list values; "x = 2, y = 5" does not
-        if all(isinstance(item, (Assigned, Value)) for item in items):
-            items = [item.values[-1] if isinstance(item, Assigned) else item for item in items]
+        items = [item.values[-1] if isinstance(item, Assigned) else item for item in items]
     ranges = [item for item in items if isinstance(item, Range)]
-    if len(ranges) == len(items) and len({item.variable for item in ranges}) == 1:
-        if any("or" in mark or "vee" in mark for mark in separators):
-            union = _union([item.interval for item in ranges])
-            assert isinstance(union, Items)
-            return Range(ranges[0].variable, union)
+    either = any("or" in mark or "vee" in mark for mark in separators)
+    if either and len(ranges) == len(items) and len({item.variable for item in ranges}) == 1:
+        return Range(ranges[0].variable, _union([item.interval for item in ranges]))
     flat = [
         part for item in items for part in (item.items if isinstance(item, Items) and item.kind == "list" else (item,))
     ]
@@ -231,7 +223,7 @@ def _related(parts: list[str], ops: list[str], inner: Callable[[str], Form]) -> 
         raise Undecidable("a relation without a side")
     if set(ops) <= {"=", r"\approx"}:
         return _equal(parts, ops, inner)
-    if len(ops) == 1 and ops[0] == r"\ne" and _VARIABLE.fullmatch(parts[0]) and _constant(parts[1]):
+    if len(ops) == 1 and ops[0] == r"\ne" and VARIABLE.fullmatch(parts[0]) and _constant(parts[1]):
         hole = inner(parts[1])
         low, high = Value(r"-\infty"), Value(r"\infty")
         return Range(parts[0], Items("union", (Items("()", (low, hole)), Items("()", (hole, high)))))
@@ -249,11 +241,11 @@ def _related(parts: list[str], ops: list[str], inner: Callable[[str], Form]) -> 
 
 
 def _interval(parts: list[str], ops: list[str], inner: Callable[[str], Form]) -> Range | None:
-    if len(parts) == 2 and _VARIABLE.fullmatch(parts[0]):
+    if len(parts) == 2 and VARIABLE.fullmatch(parts[0]):
         parts, ops = [r"-\infty", *parts], ["<", *ops]
     elif len(parts) == 2:
         parts, ops = [*parts, r"\infty"], [*ops, "<"]
-    if len(parts) != 3 or not _VARIABLE.fullmatch(parts[1]) or not (_constant(parts[0]) and _constant(parts[2])):
+    if len(parts) != 3 or not VARIABLE.fullmatch(parts[1]) or not (_constant(parts[0]) and _constant(parts[2])):
         return None
     kind = ("(" if ops[0] == "<" else "[") + (")" if ops[1] == "<" else "]")
     return Range(parts[1], Items(kind, (inner(parts[0]), inner(parts[2]))))
@@ -286,7 +278,7 @@ def _bracketed(text: str, inner: Callable[[str], Form]) -> Form | None:
     elif text.startswith(r"\{") and text.endswith(r"\}") and partners(text).get(1) == len(text) - 1:
         content, kind = text[2:-2], "set"
         builder = list(_split(content, re.compile(r"[|:]")))
-        if len(builder) == 2 and _VARIABLE.fullmatch(builder[0][0].strip()):
+        if len(builder) == 2 and VARIABLE.fullmatch(builder[0][0].strip()):
             return inner(builder[1][0])  # {x | x > 2}
     elif opening in "([" and closing in ")]" and partners(text).get(0) == len(text) - 1:
         content, kind = text[1:-1], opening + closing
@@ -344,157 +336,4 @@ def _value(text: str) -> Value:
         return Value(text)
     if re.fullmatch(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?", body):
         body = body.replace(",", "")
-    return Value(body, unit)
-
-
-# ---------------------------------------------------------------- comparing
-
-
-def same(gold: Form, other: Form, policy: AnswerPolicy, algebra: Algebra) -> bool:
-    """Whether `other` says what `gold` says.
-
-    Raises:
-        Undecidable: a comparison the limits or the algebra system do not reach.
-    """
-
-    def again(left: Form, right: Form) -> bool:
-        return same(left, right, policy, algebra)
-
-    if isinstance(gold, Assigned) and len(gold.values) > 1:
-        gold = Assigned(gold.name, gold.values[-1:])
-    gold_equation, other_equation = _equation(gold), _equation(other)
-    if isinstance(gold, Assigned) and isinstance(other, Assigned):
-        variables = _VARIABLE.fullmatch(gold.name) and _VARIABLE.fullmatch(other.name)
-        if variables and gold.name != other.name:
-            return bool(gold_equation and other_equation and algebra.same_relation(gold_equation, other_equation))
-        return all(again(gold.values[0], value) for value in other.values)
-    if isinstance(gold, Relation) or isinstance(other, Relation):
-        if gold_equation is None or other_equation is None or gold_equation.op != other_equation.op:
-            return False
-        if all(spaceless(a) == spaceless(b) for a, b in _sides(gold_equation, other_equation)):
-            return True
-        return algebra.same_relation(gold_equation, other_equation)
-    if isinstance(other, Assigned):
-        return all(again(gold, value) for value in other.values)
-    if isinstance(gold, Assigned):
-        return again(gold.values[0], other)
-    if isinstance(gold, Range) and isinstance(other, Range):
-        return gold.variable == other.variable and again(gold.interval, other.interval)
-    if isinstance(gold, Range) or isinstance(other, Range):
-        return again(*(form.interval if isinstance(form, Range) else form for form in (gold, other)))
-    if isinstance(gold, Items) or isinstance(other, Items):
-        return _same_items(gold, other, policy, again)
-    if isinstance(gold, Words) or isinstance(other, Words):
-        return _same_words(gold, other)
-    return _same_value(gold, other, policy, algebra)
-
-
-def _equation(form: Form) -> Relation | None:
-    if isinstance(form, Relation):
-        return form
-    if isinstance(form, Assigned) and form.name and len(form.values) == 1 and isinstance(form.values[0], Value):
-        return Relation("=", form.name, form.values[0].body)
-    return None
-
-
-def _sides(gold: Relation, other: Relation) -> list[tuple[str, str]]:
-    return [(gold.lhs, other.lhs), (gold.rhs, other.rhs)]
-
-
-def _same_items(gold: Form, other: Form, policy: AnswerPolicy, again: Callable[[Form, Form], bool]) -> bool:
-    collections = {"list", "set"}
-    left, right = (
-        form if isinstance(form, Items) else Items("set", (form,)) if isinstance(form, Value) else None
-        for form in (gold, other)
-    )
-    if left is None or right is None or (left.kind != right.kind and not {left.kind, right.kind} <= collections):
-        return False
-    if left.kind not in {*collections, "union"} or (
-        policy.list_order == "keep" and "set" not in {left.kind, right.kind}
-    ):
-        return len(left.items) == len(right.items) and all(map(again, left.items, right.items))
-    if "set" in {left.kind, right.kind}:  # {1, 1, 2} is {1, 2}
-        return all(any(again(a, b) for b in right.items) for a in left.items) and all(
-            any(again(a, b) for a in left.items) for b in right.items
-        )
-    if len(left.items) != len(right.items):
-        return False
-    unmatched = list(right.items)
-    for item in left.items:
-        partner = next((index for index, candidate in enumerate(unmatched) if again(item, candidate)), None)
-        if partner is None:
-            return False
-        del unmatched[partner]
-    return True
-
-
-def _same_words(gold: Form, other: Form) -> bool:
-    if isinstance(gold, Words) and isinstance(other, Words):
-        return _fold(gold.text) == _fold(other.text)
-    words, value = (gold, other) if isinstance(gold, Words) else (other, gold)
-    return isinstance(words, Words) and isinstance(value, Value) and value.unit is None and value.body == words.text
-
-
-def _fold(text: str) -> str:
-    return re.sub(r"[\W_]+", " ", text).strip().casefold()
-
-
-def _same_value(gold: Value, other: Value, policy: AnswerPolicy, algebra: Algebra) -> bool:
-    if policy.units != "ignore" and gold.unit != other.unit:
-        missing = gold.unit is None or other.unit is None
-        if not missing or (policy.units == "require" and gold.unit is not None):
-            return False
-    if gold.base or other.base:
-        dropped = other.base is None and policy.base == "optional"
-        return (gold.base == other.base or dropped) and gold.body == other.body.lower()
-    if spaceless(gold.body) == spaceless(other.body) and gold.percent == other.percent:
-        return True
-    exact = rational(gold.body), rational(other.body)
-    sign_dropped = gold.percent and not other.percent and policy.percent == "sign_optional"
-    if exact[0] is not None and exact[1] is not None:
-        ours, theirs = exact[0] / (100 if gold.percent else 1), exact[1] / (100 if other.percent else 1)
-        if abs(ours - theirs) <= policy.relative_tolerance * abs(ours):
-            return True
-        if sign_dropped and abs(exact[1]) < 1:  # 0.5 beside 0.5 % is read as a fraction
-            return False
-        return (sign_dropped or policy.percent == "ignore") and exact[0] == exact[1]
-    for value, its_exact in zip((gold, other), exact, strict=True):
-        if its_exact is None:
-            if ":" in value.body:  # clock times and ratios are equal as written or not at all
-                return False
-            if reason := not_algebra(value.body):
-                if value is other and reason in {"words inside mathematics", "numbers side by side"}:
-                    return False
-                raise Undecidable(reason)
-    bodies = [rf"\frac{{{v.body}}}{{100}}" if v.percent else v.body for v in (gold, other)]
-    if algebra.same_value(bodies[0], bodies[1]):
-        return True
-    ignore_sign = sign_dropped or (policy.percent == "ignore" and gold.percent != other.percent)
-    return ignore_sign and algebra.same_value(gold.body, other.body)
-
-
-_BEYOND = [
-    (re.compile(r"\\(?:sum|prod|i*int|oint|lim)(?![A-Za-z])"), "a sum, product, integral or limit"),
-    (re.compile(r"\\ldots|'|\\prime"), "dots or primes"),
-    (re.compile(r"\d{200,}"), "a number too large to compute"),
-    (re.compile(r"\d{4,}\s*[)}]*\s*!|!\s*[)}]*\s*!"), "a factorial too large to compute"),
-    (re.compile(r"\^\s*\{?\s*[-+]?\d{6,}"), "a power too large to compute"),
-    (re.compile(r"\d\s*[)}]*\s*\^\{[^{}]*\^\{[^{}]*\^"), "a tower of powers"),
-    (re.compile(r"\d\s*[)}]*\s*\^\{\(*\d+\)*\^\{\(*\d"), "a tower of powers"),
-    (re.compile(r"\d\s+\.?\d|\\\\"), "numbers side by side"),
-    (re.compile(r"\\text|(?<![A-Za-z\\])[A-Za-z]{5,}(?![A-Za-z])|[^\x00-\x7f]|[\"#&@?$]"), "words inside mathematics"),
-]
-
-
-def not_algebra(body: str) -> str | None:
-    """Why an expression is not handed to the algebra system, or None."""
-    if len(body) > 600:
-        return "too long"
-    depth = deepest = 0
-    for mark in re.findall(r"[({\[\]})]", body):
-        depth += 1 if mark in "({[" else -1
-        deepest = max(deepest, depth)
-    if deepest > 30:
-        return "nested too deeply"
-    commands_off = re.sub(r"\\(?!text|sum|prod|i*int|oint|lim|ldots|prime)[A-Za-z]+", r"\\", body)
-    return next((reason for pattern, reason in _BEYOND if pattern.search(commands_off)), None)
+    return Value(body, unit, product=text if re.search(r"\d\s*[A-Za-z]$", text) and unit else None)

@@ -1,4 +1,4 @@
-"""Reading a short mathematical answer: canonical LaTeX, exact rational value, and the form (list, interval, value, ...).
+"""The text of a short mathematical answer: one canonical LaTeX spelling, and the exact value of what is rational.
 
 Invariant: text is data. It is matched against patterns and walked by a parser of fixed grammar, never evaluated, and
 every number it can make is bounded; so all of this is safe in the trainer's own process.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from dataclasses import dataclass
 from fractions import Fraction
 
 MAX_RAW_CHARS = 20_000  # before enclosing brackets come off
@@ -33,15 +32,11 @@ _SYMBOLS = {
     "ℝ": r"\mathbb{R} ", "ℤ": r"\mathbb{Z} ", "⟨": r"\langle ", "⟩": r"\rangle ", "∠": r"\angle ", "∖": r"\setminus ",
     "⁄": "/", "∕": "/", "′": "'", "…": r"\ldots ", "⋯": r"\ldots ", "∧": r"\land ", "∨": r"\lor ",
 }  # fmt: skip
-_GREEK = {
-    chr(code): rf"\{name} "
-    for code, name in zip(
-        range(0x3B1, 0x3CA),
-        "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho varsigma sigma tau "
-        "upsilon phi chi psi omega".split(),
-        strict=True,
-    )
-}
+_GREEK_NAMES = r"""
+\alpha \beta \gamma \delta \epsilon \zeta \eta \theta \iota \kappa \lambda \mu \nu \xi \omicron \pi \rho \varsigma
+\sigma \tau \upsilon \phi \chi \psi \omega
+""".split()
+_GREEK = {chr(code): name + " " for code, name in zip(range(ord("α"), ord("ω") + 1), _GREEK_NAMES, strict=True)}
 _CHARACTERS = re.compile("[" + re.escape("".join(_SYMBOLS) + "".join(_GREEK)) + "]")
 _REWRITES = [
     (re.compile(pattern), replacement)
@@ -50,7 +45,7 @@ _REWRITES = [
         (r"\\(?:left|right|bigl?|bigr|Bigl?|Bigr|[bB]iggl?|[bB]iggr)\s*(?=[^A-Za-z]|\\)\.?", ""),
         (r"\\(?:displaystyle|textstyle|limits|nolimits|boldsymbol|bm)(?![A-Za-z])", ""),
         (r"(?<=\d)(?:\{,\}|,\\!|\\[,!;: ]|~|\\thinspace)\s*(?=\d{3}(?!\d))", ""),
-        (r"\\[,;:!> ]|~|\\q?quad(?![A-Za-z])|\\thinspace(?![A-Za-z])", " "),
+        (r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![A-Za-z])|\\thinspace(?![A-Za-z])", " "),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
         (r"\\(?:mathrm|mathit)\s*\{\s*([ei])\s*\}", r"\1"),
@@ -78,8 +73,10 @@ _REWRITES = [
         (r"\.\.\.+|\\(?:dots|cdots|dotsc|dotsb)(?![A-Za-z])", r"\\ldots "),
         (r"\\degree(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])", r"^\\circ "),
         (r"(?<!\\)%", r"\\%"),
-        (r"\\text\s*\{\s*(?:\\?%|percent(?:age)?|per cent)\s*\}|(?<![A-Za-z])(?:percent|per cent|pct)(?![A-Za-z])", r"\\%"),
-        (r"(?<=\d)\s*\^?\s*\{?\s*\\text\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?|(?<=\d)\^?\{?(?:st|nd|rd|th)(?![A-Za-z])\}?", ""),
+        (r"\\text\s*\{\s*(?:\\?%|percent(?:age)?|per cent)\s*\}", r"\\%"),
+        (r"(?<![A-Za-z])(?:percent|per cent|pct)(?![A-Za-z])", r"\\%"),
+        (r"(?<=\d)\s*\^?\s*\{?\s*\\text\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?", ""),
+        (r"(?<=\d)\^?\{?(?:st|nd|rd|th)(?![A-Za-z])\}?", ""),
         (r"(?<![A-Za-z\\])sqrt\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}"),
         (r"(?<![A-Za-z\\])sqrt(?![A-Za-z])", r"\\sqrt "),
         (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
@@ -149,7 +146,9 @@ def _unwrap(text: str) -> str:
         changed = False
         while start < end and text[start].isspace():
             start += 1
-        while start < end and (text[end - 1].isspace() or (text[end - 1] in ".,;:" and text[end - 2 : end - 1] != "\\")):
+        while start < end and (
+            text[end - 1].isspace() or (text[end - 1] in ".,;:" and text[end - 2 : end - 1] != "\\")
+        ):
             end -= 1
         for left, right in _WRAPPERS:
             inner = (start + len(left), end - len(right))

@@ -1,6 +1,7 @@
 """Units at the end of an answer: what was measured, apart from how much.
 
-Invariant: only words that leave the number as it is are units. "5 million", "5 dozen", "3 halves" and "5 or so" are not.
+Invariant: only words that leave the number as it is are units. "5 dozen", "3 halves" and "5 or so" end in none, and of
+"5 million dollars" only the dollars are one.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import re
 
 _ALIASES = """
-mm millimeter millimetre | cm centimeter centimetre | m meter metre | km kilometer kilometre | nm nanometer | dm decimeter
-in inch inche | ft foot feet | yd yard | mi mile | mg milligram | g gram gm | kg kilogram kilo | lb pound lbs | oz ounce
-t ton tonne | ms millisecond | s sec second | min minute | h hr hour | d day | wk week | mo month | yr year
-l liter litre | ml milliliter millilitre | gal gallon | qt quart | pt pint | usd dollar buck | eur euro | gbp | cent ¢ penny pennie
-rs rupee | deg degree | rad radian | degc celsius | degf fahrenheit | j joule | n newton | w watt | v volt | hz hertz | k kelvin
-pa pascal | mol mole | acre | ha hectare | am | pm | unit | mi/h mph | km/h kmh kph kmph | m/s mps | db decibel
+mm millimeter millimetre | cm centimeter centimetre | m meter metre | km kilometer kilometre | nm nanometer
+in inch inche | ft foot feet | yd yard | mi mile | acre | ha hectare | dm decimeter | unit
+mg milligram | g gram gm | kg kilogram kilo | lb pound lbs | oz ounce | t ton tonne | mol mole
+ms millisecond | s sec second | min minute | h hr hour | d day | wk week | mo month | yr year | am | pm
+l liter litre | ml milliliter millilitre | gal gallon | qt quart | pt pint | mi/h mph | km/h kmh kph kmph | m/s mps
+usd dollar buck | eur euro | gbp | cent ¢ penny pennie | rs rupee | deg degree | rad radian | degc celsius
+degf fahrenheit | j joule | n newton | w watt | v volt | hz hertz | k kelvin | pa pascal | db decibel
 """
 UNITS = {
     alias: names.split()[0]
@@ -24,14 +26,16 @@ UNITS = {
 UNITS |= {"inches": "in", "feet": "ft", "degrees": "deg"}
 
 _CHANGES_THE_NUMBER = frozenset(
-    "and or not no is isn are was were be maybe perhaps possibly about approximately roughly almost nearly around over "
-    "under above below least most than more less fewer if when unless only either neither nor but plus minus times less "
-    "divided by multiplied mod modulo percent root squared cubed square cube factorial choose power to from of half halve "
-    "halves third thirds fourth fourths quarter quarters fifth fifths sixth sixths seventh sevenths eighth eighths ninth "
-    "ninths tenth tenths hundredth hundredths thousandth thousandths millionth millionths pi e i x y z dozen dozens score "
-    "hundred hundreds thousand thousands million millions billion billions trillion trillions negative positive infinity "
-    "double triple sin cos tan ln log exp sqrt this his its has does always otherwise base for where with wrong false "
-    "incorrect between".split()
+    """
+    and or not no is isn are was were be maybe perhaps possibly about approximately roughly almost nearly around
+    over under above below least most than more less fewer if when unless only either neither nor but plus minus
+    times divided by multiplied mod modulo percent root squared cubed square cube factorial choose power to from
+    of half halve halves third thirds fourth fourths quarter quarters fifth fifths sixth sixths seventh sevenths
+    eighth eighths ninth ninths tenth tenths hundredth hundredths thousandth thousandths millionth millionths pi
+    e i x y z dozen dozens score hundred hundreds thousand thousands million millions billion billions trillion
+    trillions negative positive infinity double triple sin cos tan ln log exp sqrt this his its has does always
+    otherwise base for where with wrong false incorrect between
+    """.split()
 )
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _CURRENCY = {r"\usd": "usd", "$": "usd", "€": "eur", "£": "gbp", "₹": "rs"}

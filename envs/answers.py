@@ -79,7 +79,9 @@ _HEDGE_WORD = re.compile(
     r"(?:it\s+)?(?:could|might|may)(?:\s+(?:also|well))?\s+be\b)",
     re.IGNORECASE,
 )
-_JOINING_WORDS = frozenset("and or also as well either maybe perhaps possibly else text quad qquad".split())
+_JOINING_WORDS = frozenset(
+    ["and", "or", "also", "as", "well", "either", "maybe", "perhaps", "possibly", "else", "text", "quad", "qquad"]
+)
 _BLANK = re.compile(r"(?:\\[,;:! ]|\\q?quad|\\(?:text|mbox)\s*\{\s*\}|[\s~${}?.-])*+")
 
 _FINAL = re.compile(
@@ -171,12 +173,10 @@ def _closing_statement(text: str, boxes: list[_Box]) -> list[str]:
 
 def _unboxed(text: str) -> Extraction:
     text = text.rstrip()
-    found = None
-    for found in _FINAL.finditer(text, max(0, len(text) - 4 * _FINAL_WITHIN)):
-        pass
-    if found is None or len(text) - found.start("rest") > _FINAL_WITHIN:
-        return Extraction(None, 'neither a box nor a closing "the answer is"')
-    rest = found["rest"].strip()
+    found = list(_FINAL.finditer(text, max(0, len(text) - 2 * _FINAL_WITHIN)))
+    if not found or len(text) - found[-1].start("rest") > _FINAL_WITHIN:
+        return Extraction(None, "neither a box nor a closing 'the answer is'")
+    rest = found[-1]["rest"].strip()
     spans = list(_MATH_SPAN.finditer(rest))
     if spans and spans[0].start() == 0:
         answer, end = "", 0

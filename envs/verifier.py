@@ -1,28 +1,31 @@
 """Grading mathematical answers: what a response answers, and whether that is the reference answer.
 
 Invariant: a response counts as correct only if equality was shown. No text of a model is evaluated in this process:
-strings, words and rational numbers are compared here; algebra runs in worker processes that are killed at the deadline,
-and no call blocks an event loop. A worker that dies is replaced and the check repeated; a verifier that cannot work at
-all raises `VerifierError` instead of scoring zero.
+strings, words and rational numbers are compared here; algebra runs in worker processes that are killed at the
+deadline, and no call blocks an event loop. A worker that dies is replaced and the check repeated; a verifier that
+cannot work at all raises `VerifierError` instead of scoring zero.
 
-Where graders disagree, `AnswerPolicy` has an option. Defaults first; the strict choice is the default unless the lenient
-one cannot make a wrong answer right.
+Where graders disagree, `AnswerPolicy` has an option. The default is the strict choice, unless the lenient one cannot
+make a wrong answer right.
 
 | choice | option | default | otherwise |
 | --- | --- | --- | --- |
-| thinking | `think_tags`, `thinking_must_end` | text up to the last `</think>` is ignored; a response that stops inside its thinking has no answer | `thinking_must_end`: the same if the closing tag is missing altogether (templates that open the block in the prompt) |
-| several boxes | `several_boxes` | the last box counts; different boxes in the closing statement are a hedge and no answer, unless the reference is a list of as many | `"last"`: the last box, always |
-| malformed boxes | – | if the last box is empty or never closed there is no answer | |
-| no box | `unboxed` | a closing "the answer is …", "Answer: …" or "#### …" is read | `False`: no box, no answer |
-| units | `units` | given on both sides they must agree (12 cm is not 12 m, nor is 100 cm 1 m); a missing unit is fine | `"require"`: a unit of the reference must be given; `"ignore"` |
-| percent | `percent` | 28 % is 0.28; for a reference in per cent the sign may be missing (28) | `"exact"`: no; `"ignore"`: 28 and 28 % are the same either way |
-| base | `base` | 52_8 is neither 528 nor 42; for a reference with a base the subscript may be missing | `"require"` |
-| decimals | `relative_tolerance` | exact: 0.333 is not 1/3, 1.41421 is not √2, 3.0 is 3 | accepts rationals within that relative distance |
-| order | `list_order` | sets and bare lists in any order; tuples, intervals and matrices in theirs | `"keep"`: bare lists too |
-| brackets | – | (1,2), [1,2], {1,2} and the list 1, 2 are different, except that {1,2} is the list 1, 2 | |
-| domain | – | variables are real; two expressions are equal if they are wherever both are real, and both are real in the same places | |
-| names | – | case matters for variables, not for words; "x = 5" is 5, but is not "y = 5" | |
-| length | `max_answer_chars` | longer answers are unverifiable | |
+| thinking | `think_tags` | text up to the last closing tag is not read; unclosed: no answer | other tags |
+| | `thinking_must_end` | `False`: a missing tag means no thinking | `True`: it means no answer |
+| boxes | `several_boxes` | `"hedge"`: the last box; different boxes in the closing | `"last"`: always |
+| | | statement are no answer, unless the reference lists as many | the last box |
+| | – | if the last box is empty or never closed: no answer | |
+| no box | `unboxed` | `True`: a closing "the answer is", "Answer:", "####" is read | `False`: no answer |
+| units | `units` | `"agree"`: 12 cm is 12, but neither 12 m nor 0.12 m | `"require"`, `"ignore"` |
+| percent | `percent` | `"sign_optional"`: 28 % is 0.28; where the reference is | `"exact"`: 28 % is 0.28 |
+| | | in per cent, 28 as well | only; `"ignore"`: or 28 |
+| base | `base` | `"optional"`: 52_8 may be written 52; never 528 or 42 | `"require"`: 52_8 only |
+| decimals | `relative_tolerance` | 0: 0.333 is not 1/3, 3.0 is 3 | for rational numbers |
+| order | `list_order` | `"ignore"`: sets and bare lists in any order | `"keep"`: sets only |
+| brackets | – | (1,2), [1,2] and {1,2} differ; {1,2} is the list 1, 2 | |
+| domain | – | variables are real; equal means equal, and real, at the same places | |
+| names | – | case counts in variables, not in words; x = 5 is 5, not y = 5 | |
+| length | `max_answer_chars` | 1000; a longer answer is unverifiable | |
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fr_lightning.envs.answer_forms import Items, Relation, read, same
+from fr_lightning.envs.answer_compare import same
+from fr_lightning.envs.answer_forms import Items, Relation, read
 from fr_lightning.envs.answer_latex import Undecidable, canonical, spaceless
 from fr_lightning.envs.answers import AnswerPolicy, extract
 
@@ -86,7 +90,7 @@ class MathVerifier:
 
     Args:
         workers: processes for algebra, started when first needed; also the checks that can be in algebra at a time.
-        timeout: seconds one comparison may take in a worker before it is killed; waiting for a free worker is not counted.
+        timeout: seconds one comparison may take in a worker before it is killed, not counting the wait for a worker.
         memory_mb: address space of one comparison.
         policy: the choices of the table above.
 
@@ -191,7 +195,11 @@ class MathVerifier:
         except _NeedsAlgebra:
             return other or ""
         except Undecidable as error:
-            return Verdict("no_answer", None, found.reason) if other is None else Verdict("unverifiable", other, str(error))
+            return (
+                Verdict("no_answer", None, found.reason)
+                if other is None
+                else Verdict("unverifiable", other, str(error))
+            )
 
     def _with_algebra(self, processes: _Processes, answer: str, other: str) -> Verdict:
         reply = processes.ask({"gold": self._gold(answer), "other": other, "policy": asdict(self.policy)})
@@ -255,16 +263,22 @@ class _Processes:
             self.idle.put(worker)
 
     def _start(self) -> _Worker:
-        worker = _Worker(self.timeout, self.memory_mb)
-        self.alive.add(worker)
-        try:
+        code = None
+        for _ in range(ATTEMPTS):
+            worker = _Worker(self.timeout, self.memory_mb)
+            self.alive.add(worker)
             if self.closed.is_set():  # after `close` looked for workers to end
                 worker.end()
-            worker.await_ready()
-        except VerifierError:
+            if worker.ready():
+                return worker
             self.alive.discard(worker)
-            raise
-        return worker
+            code = worker.process.returncode
+            if self.closed.is_set():
+                raise VerifierError("the verifier was closed")
+        raise VerifierError(
+            f"no verifier worker could be started (exit code {code}, -9: not ready within "
+            f"{START_SECONDS:.0f} s); does `{sys.executable} -c 'import math_verify'` work?"
+        )
 
     def close(self) -> None:
         self._finalizer()
@@ -314,15 +328,15 @@ class _Worker:
         self._ending = threading.Lock()
         self._unread = b""
 
-    def await_ready(self) -> None:
-        if self._read_line(START_SECONDS) is None:
-            code = self.process.poll()
-            self.end()
-            self.release()
-            raise VerifierError(
-                f"no verifier worker could be started (exit code {code}, None: no sign of life in {START_SECONDS:.0f} s); "
-                f"try `{sys.executable} -c 'import math_verify'`"
-            )
+    def ready(self) -> bool:
+        """Wait until the worker has loaded; False, and ended, if it does not."""
+        if self._read_line(START_SECONDS) is not None:
+            return True
+        with suppress(subprocess.TimeoutExpired):  # let its own exit code stand, if it has one
+            self.process.wait(0.2)
+        self.end()
+        self.release()
+        return False
 
     def ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any] | None:
         """The reply, or None if the process died or hangs; it is then ended and `usable` is False."""

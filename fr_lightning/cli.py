@@ -26,6 +26,14 @@ CONFIGS_HELP = """commands:
 come with the package: `--config quickstart.yaml`. Several --config are merged, later ones win; so do options after
 them: --data.batch_size 32 --trainer.max_steps 100."""
 
+QUIET = (  # Lightning's advice for other kinds of training
+    ".*does not have many workers.*",
+    ".*`isinstance.treespec, LeafSpec.*",
+    ".*Checkpoint directory.*",
+    ".*no pre-optimization state was saved.*",  # one step a batch: the checkpoint is of the version it names
+    ".*your dataloader is not resumable.*",  # the data module is: its ledger travels in the checkpoint
+)
+
 EXIT_ON_SIGTERM = 128 + signal.SIGTERM
 
 
@@ -58,10 +66,11 @@ def _lightning(arguments: list[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+    from fr_lightning.models import ModelNotFound
     from fr_lightning.rollout.pool import PoolFailed
-    from fr_lightning.trainer import FlashCLI
+    from fr_lightning.trainer import FlashCLI, WrongSetting
 
-    for message in (".*does not have many workers.*", ".*`isinstance.treespec, LeafSpec.*", ".*Checkpoint directory.*"):
+    for message in QUIET:
         warnings.filterwarnings("ignore", message)
     # LightningCLI reads sys.argv, and so do the processes that a distributed launcher starts
     sys.argv = [sys.argv[0], *_resolve_configs(arguments)]
@@ -69,7 +78,7 @@ def _lightning(arguments: list[str]) -> int:
         FlashCLI.run()
     except SIGTERMException:  # Lightning would exit with 0, as if all were done
         return EXIT_ON_SIGTERM
-    except PoolFailed as error:
+    except (WrongSetting, PoolFailed, ModelNotFound) as error:
         print(f"fr-lightning: {error}", file=sys.stderr)
         return 1
     return 0

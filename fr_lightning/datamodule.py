@@ -331,7 +331,13 @@ class _EvaluationLoader:
 def _env_factory(env: Callable[[], TextEnv] | str) -> Callable[[], TextEnv]:
     if not isinstance(env, str):
         return env
-    spec = gymnasium.spec(env)  # a clear error now for an unknown id
+    try:
+        spec = gymnasium.spec(env)
+    except gymnasium.error.Error as error:
+        raise ValueError(
+            f"data.env {env!r} is neither a class_path that imports from here nor an environment registered with "
+            f"Gymnasium: {error}"
+        ) from error
 
     def make() -> TextEnv:
         made = gymnasium.make(spec).unwrapped

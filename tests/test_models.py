@@ -162,8 +162,8 @@ def test_packaged_smollm2_becomes_a_chat_model(no_hub, tmp_path, monkeypatch):
     assert tokenizer.pad_token == tokenizer.eos_token == "<|im_end|>"
     assert model.config.eos_token_id == tokenizer.eos_token_id
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
-    assert str(prompt).endswith("France?<|im_end|>\n<|im_start|>assistant\n")
+    prompt = str(tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False))
+    assert prompt.endswith("France?<|im_end|>\n<|im_start|>assistant\n")
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     for _ in range(12):
         ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(dim=-1)], dim=1)

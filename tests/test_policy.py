@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.multiprocessing.spawn import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -107,10 +108,9 @@ def test_equals_the_models_own_logits(name, packed):
 
 
 def test_mixture_of_experts_in_float32():
-    config = transformers.Qwen3MoeConfig(
-        **_gated, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
-        router_jitter_noise=0.5,
-    )  # fmt: skip
+    config = transformers.MixtralConfig(
+        **_gated, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.5
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for packed in (False, True):
@@ -316,3 +316,38 @@ def test_a_policy_on_meta_waits_for_its_weights():
 def test_bad_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         PolicyConfig(**options)
+
+
+def sharded_rank(rank, folder):
+    """One of two FSDP2 ranks: its half of the rows, activation checkpointing on; leaves its gathered gradients."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    policy = make_policy(build(), activation_checkpointing=True)
+    for layer in policy.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(policy, mesh=mesh)
+    rows = BATCH.pad([2 * rank, 2 * rank + 1])
+    policy(rows).logprobs.sum().backward()
+    published = {}
+    for name, parameter in policy.named_published_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        published[name] = parameter.grad.full_tensor()
+    torch.save(published, f"{folder}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+def test_sharded_gradients_are_the_whole_models(tmp_path):
+    spawn(sharded_rank, (str(tmp_path),), nprocs=2)
+    model = build()
+    make_policy(model)(ROWS).logprobs.sum().backward()
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert found.keys() == dict(model.named_parameters()).keys()
+        for name, parameter in model.named_parameters():  # FSDP averages over ranks
+            torch.testing.assert_close(found[name] * 2, parameter.grad, rtol=1e-10, atol=1e-10)

@@ -17,13 +17,13 @@ from typing import Self, get_args
 
 from fr_lightning.envs.sandbox import isolation as levels
 from fr_lightning.envs.sandbox.isolation import Isolation, SandboxUnavailable
+from fr_lightning.envs.sandbox.output import Output
 from fr_lightning.envs.sandbox.processes import (
     FLOOD_BYTES,
     MAX_CODE_BYTES,
     START_SECONDS,
     Interpreter,
     Limits,
-    Output,
     Status,
     Zygote,
 )

@@ -111,6 +111,11 @@ def interpreter_folders() -> list[str]:
     return [str(folder) for folder in kept]
 
 
+def interpreter_in_tmp() -> list[str]:
+    """Of those, the ones that a session's private folders would hide."""
+    return [folder for folder in interpreter_folders() if folder.startswith(("/tmp/", "/dev/shm/"))]
+
+
 def explain_failure(message: str) -> str:
     """What a zygote that did not start said, and what to do about it."""
     text = message.strip() or "it ended without a word"

@@ -4,7 +4,7 @@
 
 Bubblewrap run by root makes a sandbox that root's files and limits do not bind, so it is run by a user without
 rights. That user may not be able to reach the interpreter (a virtual environment under /root): the sources of all
-read-only binds are therefore mounted where it can, in a mount namespace that ends with the sandbox.
+read-only binds, and bubblewrap, are therefore mounted where it can, in a mount namespace that ends with the sandbox.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STAGE = "/tmp"
 
 
 def stage(arguments: list[str]) -> list[str]:
-    """Mount the source of every `--ro-bind` under a reachable folder; returns the arguments that name them there."""
+    """Mount the program and the source of every `--ro-bind` under a reachable folder; returns their names there."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def check(result: int) -> None:
@@ -27,12 +27,12 @@ def stage(arguments: list[str]) -> list[str]:
 
     check(libc.unshare(CLONE_NEWNS))
     check(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
-    positions = [index + 1 for index, argument in enumerate(arguments) if argument == "--ro-bind"]
+    positions = [0] + [index + 1 for index, argument in enumerate(arguments) if argument == "--ro-bind"]
     handles = {index: os.open(arguments[index], os.O_PATH) for index in positions}  # before the stage hides them
     check(libc.mount(b"tmpfs", STAGE.encode(), b"tmpfs", 0, b"size=64k,mode=0755"))
     staged = list(arguments)
     for index, handle in handles.items():
-        place = f"{STAGE}/{index}"
+        place = f"{STAGE}/{index or os.path.basename(arguments[0])}"
         if os.path.isdir(f"/proc/self/fd/{handle}"):
             os.mkdir(place)
         else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import codecs
 import contextlib
 import errno
 import json
@@ -24,6 +23,7 @@ from typing import Literal
 
 from fr_lightning.envs.sandbox import isolation, seccomp
 from fr_lightning.envs.sandbox.isolation import Isolation, SandboxUnavailable
+from fr_lightning.envs.sandbox.output import Output
 
 Status = Literal["ok", "error", "timeout", "flood", "died", "unavailable"]
 
@@ -46,39 +46,6 @@ class Limits:
     memory: int
     disk: int
     processes: int
-
-
-class Output:
-    """The first and the last characters of a stream, in bounded memory."""
-
-    def __init__(self, limit: int):
-        self.limit = limit
-        self.bytes = 0
-        self.characters = 0
-        self.head = ""
-        self.tail = ""
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, data: bytes, final: bool = False) -> None:
-        text = self.decoder.decode(data, final)
-        self.bytes += len(data)
-        self.characters += len(text)
-        room = self.limit - len(self.head)
-        self.head += text[:room]
-        self.tail = (self.tail + text[room:])[-self.limit :]
-
-    def text(self, note: str = "") -> tuple[str, bool]:
-        """At most `limit` characters, the note at their end included, and whether any were left out."""
-        whole = self.head + self.tail
-        joint = "\n" if note and whole and not whole.endswith("\n") else ""
-        room = self.limit - len(joint) - len(note)
-        if self.characters <= room:
-            return whole + joint + note, False
-        marker = "\n[... {} characters left out ...]\n"
-        room = max(0, room - len(marker) - len(str(self.characters)) + 2)
-        marker = marker.format(self.characters - room)
-        ending = whole[len(whole) - (room - room // 2) :]
-        return whole[: room // 2] + marker + ending + joint + note, True
 
 
 class Channel:
@@ -141,9 +108,11 @@ class Zygote:
         settings = {
             "namespaces": level != "unsafe_none",
             "preload": list(preload),
+            "interpreter_in_tmp": isolation.interpreter_in_tmp(),
             "filter": base64.b64encode(program).decode(),
             **vars(self.limits),
         }
+        self.channel.socket.send(json.dumps(settings).encode())
         trainer = os.pidfd_open(os.getpid())
         try:
             descriptors = (self.channel.far_end.fileno(), trainer)
@@ -162,11 +131,9 @@ class Zygote:
         finally:
             os.close(trainer)
             self.channel.far_end.close()
-        self.channel.socket.send(json.dumps(settings).encode())
         await asyncio.wait([self.first_message], timeout=START_SECONDS)
         said = self.first_message.result() if self.first_message.done() else b"no answer in time"
-        self.alive = said == b"ready"
-        if not self.alive:
+        if said != b"ready":
             self.process.kill()
             _, complaint = await asyncio.to_thread(self.process.communicate)
             raise SandboxUnavailable(isolation.explain_failure(f"{complaint.decode(errors='replace')} {said.decode()}"))
@@ -175,6 +142,7 @@ class Zygote:
 
     def _receive(self, message: bytes, _: list[int]) -> None:
         if not self.first_message.done():
+            self.alive = message == b"ready"
             self.first_message.set_result(message)
             return
         match message.split():
@@ -401,13 +369,17 @@ class Interpreter:
 
     async def close(self) -> None:
         """Returns when none of its processes is left."""
-        await asyncio.wait([self.started], timeout=START_SECONDS)
-        self.kill("close")
-        if self.handle >= 0 and self.zygote.alive:
-            await asyncio.wait([self.ended], timeout=CLOSE_SECONDS)
-        self.release()
+        try:
+            await asyncio.wait([self.started], timeout=START_SECONDS)
+            self.kill("close")
+            if self.handle >= 0 and self.zygote.alive:
+                await asyncio.wait([self.ended], timeout=CLOSE_SECONDS)
+        finally:
+            self.release()
 
     def release(self) -> None:
+        """Give its descriptors back; an interpreter that lives still ends at the end of its control socket."""
+        self.kill("close")
         self.zygote.interpreters.discard(self)
         self.channel.close()
         if self.output >= 0:

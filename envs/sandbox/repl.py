@@ -67,16 +67,11 @@ class Repl:
 
     def run(self, source: str, name: str) -> bytes:
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+        status = b"ok"
         try:
             self.execute(source, name)
-            status = b"ok"
-        except SystemExit as exit:
-            status = b"error" if exit.code else b"ok"
-            if exit.code:
-                self.report(f"SystemExit: {exit.code}\n")
         except BaseException as error:
-            status = b"error"
-            self.explain(error)
+            status = self.explain(error)
         try:
             self.reset_streams()
         except BaseException:  # an interrupt, no memory left, no descriptors left: the reply still goes out
@@ -90,21 +85,29 @@ class Repl:
         if last is not None:  # "single" hands the value to sys.displayhook
             exec(compile(ast.Interactive([last]), name, "single", dont_inherit=True), self.module.__dict__)
 
-    def explain(self, error: BaseException) -> None:
-        """Write the traceback, with the memory kept back for it."""
+    def explain(self, error: BaseException) -> bytes:
+        """Write the traceback, with the memory kept back for it; returns the cell's status."""
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_AS, (self.limit[1], self.limit[1]))
         try:
-            keep_own_frames(error)
-            lines = "".join(traceback.format_exception(error)).splitlines(keepends=True)
-            if len(lines) > MAX_TRACEBACK_LINES:
-                half = MAX_TRACEBACK_LINES // 2
-                lines[half:-half] = ["  ...\n"]
-            self.report("".join(lines))
+            if isinstance(error, SystemExit):
+                if not error.code:
+                    return b"ok"
+                text = f"SystemExit: {error.code}\n"
+            else:
+                keep_own_frames(error)
+                lines = "".join(traceback.format_exception(error)).splitlines(keepends=True)
+                if len(lines) > MAX_TRACEBACK_LINES:
+                    half = MAX_TRACEBACK_LINES // 2
+                    lines[half:-half] = ["  ...\n"]
+                text = "".join(lines)
+            self.report(text)
         except BaseException:  # the exception's own methods are the model's code too
             self.report(f"{type(error).__name__}\n")
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_AS, self.limit)
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(resource.RLIMIT_AS, self.limit)
+        return b"error"
 
     def report(self, text: str) -> None:
         with contextlib.suppress(BaseException):

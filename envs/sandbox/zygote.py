@@ -46,7 +46,7 @@ CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
     0x20000000,
     0x40000000,
 )
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_BIND = 1, 2, 4, 4096
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_BIND, MS_REC = 1, 2, 4, 4096, 16384
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 36, 38
 CONTROL = 3
 """The control socket's descriptor in a session; 0, 1 and 2 are its streams."""
@@ -230,7 +230,10 @@ class Zygote:
         gc.enable()
         repl = Repl(session)
         session.send(b"ready")
-        repl.serve()
+        try:
+            repl.serve()
+        finally:  # past its start a session has no failures of the sandbox's to report
+            os._exit(1)
 
     def enter_namespaces(self) -> dict[str, int]:
         """Move into fresh namespaces; returns their identities, for the trainer to compare with its own."""
@@ -240,6 +243,7 @@ class Zygote:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
+        interpreter = {folder: os.open(folder, os.O_PATH) for folder in self.settings["interpreter_in_tmp"]}
         disk = self.settings["disk"]
         mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk},nr_inodes={disk >> 12},mode=0700")
         for name, mode in (("shm", 0o1777), ("tmp", 0o1777)):  # one quota behind both
@@ -247,6 +251,10 @@ class Zygote:
             os.chmod(f"/tmp/{name}", mode)
         mount("/tmp/shm", "/dev/shm", "", MS_BIND)
         mount("/tmp/tmp", "/tmp", "", MS_BIND)
+        for folder, handle in interpreter.items():
+            os.makedirs(folder)
+            mount(f"/proc/self/fd/{handle}", folder, "", MS_BIND | MS_REC)
+            os.close(handle)
         identities = {name: os.stat(f"/proc/self/ns/{name}").st_ino for name in ("user", "mnt", "ipc", "net")}
         mount("tmpfs", "/proc", "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k")
         return identities

@@ -350,9 +350,8 @@ def load_batcher(settings: WorkerSettings) -> tuple[Batcher, ModelFacts]:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, settings.dtype)
-    model = (
-        AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype, attn_implementation="sdpa").to(device).eval()
-    )
+    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype, attn_implementation="sdpa")
+    model.eval().to(device=torch.device(device))
     config = model.config.get_text_config()
     name = type(model).__name__
     if config.is_encoder_decoder:

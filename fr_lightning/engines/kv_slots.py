@@ -4,8 +4,8 @@ The new tokens of a step are packed into one row `[1, T]` without padding, whate
 and pieces of prompts they are; `KVSlots.attention` is registered as the model's attention function, stores the step's
 keys and values in their conversations' slots and lets each token attend to its own conversation only.
 
-Invariant: what a token's attention sees is positions 0..p of its own slot, p being the token's own position; whatever
-else lies in the tensors (older conversations, unused tails) has no weight, and is finite, so that it cannot leak as NaN.
+Invariant: what a token's attention sees is positions 0..p of its own slot, p being the token's own position. Whatever
+else lies in the tensors (older conversations, unused tails) has no weight, and is finite: it cannot leak as NaN.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ DECODE_GROUP = 16
 
 
 class Span(NamedTuple):
-    """The new tokens of one conversation in a step: positions `start..start + count - 1` of slot `slot`."""
+    """The new tokens of one conversation in a step: positions `start..start + tokens - 1` of slot `slot`."""
 
     slot: int
     start: int
-    count: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Step:
     decode_masks: list[Tensor]  # per group of rows [rows, 1, 1, L], 0 or -inf
     prompts: list[
         tuple[int, Span, Tensor | None]
-    ]  # first token in the step, span, mask [G · count, end] unless start = 0
+    ]  # first token in the step, span, mask [G · tokens, end] unless start = 0
 
 
 class UnsupportedAttention(ValueError):
@@ -75,15 +75,15 @@ class KVSlots:
         Returns:
             position ids, [1, T] int64.
         """
-        self._reserve(1 + max(span.slot for span in spans), max(span.start + span.count for span in spans))
+        self._reserve(1 + max(span.slot for span in spans), max(span.start + span.tokens for span in spans))
         slots: list[int] = []
         positions: list[int] = []
         prompts: list[tuple[int, Span, Tensor | None]] = []
         for index, span in enumerate(spans):
             if index >= decoded:
                 prompts.append((len(slots), span, _chunk_mask(span, groups, device, dtype) if span.start else None))
-            slots.extend([span.slot] * span.count)
-            positions.extend(range(span.start, span.start + span.count))
+            slots.extend([span.slot] * span.tokens)
+            positions.extend(range(span.start, span.start + span.tokens))
         where = torch.tensor([slots, positions], device=device)
         masks = []
         for first in range(0, decoded, DECODE_GROUP):
@@ -138,7 +138,7 @@ class KVSlots:
             )
             output[0, first:stop] = attended.flatten(1, 2)
         for first, span, mask in step.prompts:
-            stop, end = first + span.count, span.start + span.count
+            stop, end = first + span.tokens, span.start + span.tokens
             row_keys, row_values = keys[span.slot, None, :, :end], values[span.slot, None, :, :end]
             if mask is None:
                 attended = F.scaled_dot_product_attention(
@@ -148,7 +148,7 @@ class KVSlots:
                 attended = F.scaled_dot_product_attention(
                     folded[None, :, :, first:stop].flatten(2, 3), row_keys, row_values, attn_mask=mask, scale=scaling
                 )
-                attended = attended.view(heads, span.count, -1)
+                attended = attended.view(heads, span.tokens, -1)
             output[0, first:stop] = attended.transpose(0, 1)
         return output, None
 
@@ -193,7 +193,7 @@ class KVSlots:
 
 
 def _chunk_mask(span: Span, groups: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[G · count, start + count]: token i of the chunk sees the positions up to start + i."""
-    visible = torch.ones(span.count, span.start + span.count, dtype=torch.bool, device=device).tril_(span.start)
+    """[G · tokens, start + tokens]: token i of the chunk sees the positions up to start + i."""
+    visible = torch.ones(span.tokens, span.start + span.tokens, dtype=torch.bool, device=device).tril_(span.start)
     mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
     return mask.repeat(groups, 1)

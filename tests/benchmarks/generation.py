@@ -3,10 +3,12 @@
     python -m tests.benchmarks.generation --model HuggingFaceTB/SmolLM2-135M-Instruct --rounds 3
 
 Both run in a process of their own with the same environment, one at a time and in turn, so that a machine that slows
-down slows both. The work: prompts of 20 to 80 tokens, log-normal completion lengths forced by `max_tokens`. `generate`
-takes it in waves as large as the engine's batch, each left-padded and as long as its longest completion; only the tokens
-asked for count. In the second part each conversation has several turns, which `generate` prefills from the start.
-`generate` is not asked for log-probabilities; the engine always computes them.
+down slows both. On a machine that others use, `--clock cpu` counts CPU seconds of the two processes instead.
+
+The work: prompts of 20 to 80 tokens, log-normal completion lengths forced by `max_tokens`. `generate` takes it in waves
+as large as the engine's batch, each left-padded and as long as its longest completion; only the tokens asked for count.
+In the second part each conversation has several turns, which `generate` prefills from the start. `generate` is not
+asked for log-probabilities; the engine always computes them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+import psutil
 import torch
 
 from fr_lightning.engines.base import Sampling
@@ -48,9 +51,9 @@ def conversations(count: int, turns: int, vocabulary: int, seed: int) -> list[Co
     return [Conversation([text() for _ in range(turns)], [length() for _ in range(turns)]) for _ in range(count)]
 
 
-def generate_in_waves(model, work: list[Conversation], size: int) -> float:
-    """Seconds `model.generate` takes."""
-    start = time.perf_counter()
+def generate_in_waves(model, work: list[Conversation], size: int) -> tuple[float, float]:
+    """CPU and wall seconds `model.generate` takes."""
+    start = time.process_time(), time.perf_counter()
     for first in range(0, len(work), size):
         wave = work[first : first + size]
         histories: list[list[int]] = [[] for _ in wave]
@@ -66,7 +69,7 @@ def generate_in_waves(model, work: list[Conversation], size: int) -> float:
                 )
             for history, conversation, row in zip(histories, wave, out[:, width:].tolist(), strict=True):
                 history.extend(row[: conversation.lengths[turn]])
-    return time.perf_counter() - start
+    return time.process_time() - start[0], time.perf_counter() - start[1]
 
 
 def serve_generate(connection: Connection, folder: str, dtype: str, threads: int) -> None:
@@ -79,8 +82,12 @@ def serve_generate(connection: Connection, folder: str, dtype: str, threads: int
         connection.send(generate_in_waves(model, *job))
 
 
-async def run_engine(engine: EmbeddedEngine, work: list[Conversation]) -> float:
-    """Seconds the engine takes."""
+async def run_engine(engine: EmbeddedEngine, work: list[Conversation]) -> tuple[float, float]:
+    """CPU and wall seconds the engine takes."""
+    child = next(c for c in psutil.Process().children() if "embedded_worker" in " ".join(c.cmdline()))
+
+    def cpu_seconds() -> float:
+        return child.cpu_times().user + child.cpu_times().system
 
     async def play(number: int, conversation: Conversation) -> None:
         history: list[int] = []
@@ -91,9 +98,9 @@ async def run_engine(engine: EmbeddedEngine, work: list[Conversation]) -> float:
             history.extend(completion.token_ids)
         await engine.forget(str(number))
 
-    start = time.perf_counter()
+    start = cpu_seconds(), time.perf_counter()
     await asyncio.gather(*(play(number, conversation) for number, conversation in enumerate(work)))
-    return time.perf_counter() - start
+    return cpu_seconds() - start[0], time.perf_counter() - start[1]
 
 
 async def main() -> None:
@@ -107,7 +114,9 @@ async def main() -> None:
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--clock", default="wall", choices=["cpu", "wall"])
     options = parser.parse_args()
+    clock = ("cpu", "wall").index(options.clock)
     folder = resolve_model(options.model)
     os.environ.update(OMP_NUM_THREADS=str(options.threads), OMP_WAIT_POLICY="passive", GOMP_SPINCOUNT="0")
 
@@ -131,16 +140,18 @@ async def main() -> None:
         for number in range(options.rounds):
             work = conversations(count, turns, vocabulary, seed=number + 1)
             tokens = sum(sum(conversation.lengths) for conversation in work)
-            ours = tokens / await run_engine(engine, work)
+            ours = tokens / (await run_engine(engine, work))[clock]
             connection.send((work, options.concurrency))
-            theirs_speed = tokens / connection.recv()
+            theirs_speed = tokens / connection.recv()[clock]
             speeds.append((ours, theirs_speed))
             print(
-                f"{name} {number + 1}: {tokens} tokens, engine {ours:.0f}/s, generate {theirs_speed:.0f}/s", flush=True
+                f"{name} {number + 1}: {tokens} tokens; per {options.clock} second: "
+                f"engine {ours:.0f}, generate {theirs_speed:.0f}",
+                flush=True,
             )
         ratios = [ours / generate for ours, generate in speeds]
         print(
-            f"{name}: engine {statistics.median(s[0] for s in speeds):.0f} tokens/s, generate "
+            f"{name}: engine {statistics.median(s[0] for s in speeds):.0f} tokens per {options.clock} second, generate "
             f"{statistics.median(s[1] for s in speeds):.0f}; ratio median {statistics.median(ratios):.2f}, "
             f"from {min(ratios):.2f} to {max(ratios):.2f}",
             flush=True,

@@ -7,13 +7,14 @@ same random token ids; `--rows` rows of `--tokens` tokens, the first 16 of each 
 autocast unless `--precision float32`. Nothing is generated.
 
 - `ours`: `Policy` and `policy_loss`, in micro-batches of `--max-tokens`.
-- `plain`: the same loop and micro-batches, but the model's logits → float32 → log_softmax → gather, and entropies from it.
+- `plain`: the same loop and micro-batches, with the model's logits → float32 → log_softmax → gather, and entropies.
 - `trl`: `GRPOTrainer.train()` with TRL's own defaults, 8 rows per device and gradient checkpointing, accumulated to
   `--rows`. Only its generation and scoring are replaced, by the fixed tokens; a step is timed between its
   `on_step_begin` and `on_step_end`. TRL 1.16 has a chunked head of its own.
 - `trl-matched`: the same without gradient checkpointing, with our micro-batch's rows per device.
 
-Each measurement is a fresh process, the ways taken in turn in every round: one warm-up step, then one that is timed.
+Each measurement is a fresh process, the ways taken in turn in every round: one warm-up step, then one that is timed, by
+the clock and by the processor time of all its threads (which other work on the machine disturbs less).
 Peak memory is `ru_maxrss` of the whole process, libraries included. Head memory is measured apart: hidden states of all
 rows go through forward and backward of the head alone, and the growth of the peak less the gradients of hidden states
 and weight is what the computation took.
@@ -59,6 +60,11 @@ def autocast(precision: str) -> AbstractContextManager:
     return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16")
 
 
+def now() -> tuple[float, float]:
+    """Seconds by the clock and of this process's processor time."""
+    return time.perf_counter(), time.process_time()
+
+
 def random_tokens(rows: int, tokens: int, vocabulary: int) -> Tensor:
     return torch.randint(20, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(0))
 
@@ -71,8 +77,10 @@ def plain_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return distribution.gather(-1, targets[..., None])[..., 0], entropies
 
 
-def measure_loop(args: argparse.Namespace, forward: Callable[[PaddedRows], tuple[Tensor, Tensor]], model) -> float:
-    """Seconds of the second of two steps of our own loop."""
+def measure_loop(
+    args: argparse.Namespace, forward: Callable[[PaddedRows], tuple[Tensor, Tensor]], model
+) -> list[tuple[float, float]]:
+    """Begin and end of the second of two steps of our own loop."""
     ids = random_tokens(args.rows, args.tokens, model.config.vocab_size)
     mask = torch.arange(args.tokens) >= PROMPT
     behavior = torch.where(mask, -11.0, 0.0)
@@ -80,8 +88,9 @@ def measure_loop(args: argparse.Namespace, forward: Callable[[PaddedRows], tuple
     advantages = torch.linspace(-1.0, 1.0, args.rows)
     objective = Objective(gate="none")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    marks = []
     for _ in range(2):
-        start = time.perf_counter()
+        marks.append(now())
         for group in micro_batches(batch.lengths, args.max_tokens):
             rows = batch.pad(group)
             with autocast(args.precision):
@@ -93,15 +102,16 @@ def measure_loop(args: argparse.Namespace, forward: Callable[[PaddedRows], tuple
             loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return time.perf_counter() - start
+        marks.append(now())
+    return marks[2:]
 
 
-def measure_ours(args: argparse.Namespace) -> float:
+def measure_ours(args: argparse.Namespace) -> list[tuple[float, float]]:
     policy = Policy(PolicyConfig(name=args.model, chunk_tokens=args.chunk_tokens))
     return measure_loop(args, policy, policy.model)
 
 
-def measure_plain(args: argparse.Namespace) -> float:
+def measure_plain(args: argparse.Namespace) -> list[tuple[float, float]]:
     model = load_causal_lm(args.model).train()
 
     def forward(rows: PaddedRows) -> tuple[Tensor, Tensor]:
@@ -113,25 +123,25 @@ def measure_plain(args: argparse.Namespace) -> float:
     return measure_loop(args, forward, model)
 
 
-def measure_trl(args: argparse.Namespace, matched: bool) -> float:
-    """Seconds of the second optimizer step inside `GRPOTrainer.train()`."""
+def measure_trl(args: argparse.Namespace, matched: bool) -> list[tuple[float, float]]:
+    """Begin and end of the second optimizer step inside `GRPOTrainer.train()`."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    marks: list[float] = []
+    marks: list[tuple[float, float]] = []
 
     class Stopwatch(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            marks.append(time.perf_counter())
+            marks.append(now())
 
         def on_step_end(self, args, state, control, **kwargs):
-            marks.append(time.perf_counter())
+            marks.append(now())
 
     class GivenTokens(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
-            ids = random_tokens(args.rows, args.tokens, self.model.config.vocab_size)
+            ids = random_tokens(args.rows, args.tokens, len(tokenizer))
             mask = torch.ones_like(ids)
             return {
                 "prompt_ids": ids[:, :PROMPT], "prompt_mask": mask[:, :PROMPT],
@@ -140,6 +150,7 @@ def measure_trl(args: argparse.Namespace, matched: bool) -> float:
                 "num_items_in_batch": mask[:, PROMPT:].sum(),
             }  # fmt: skip
 
+    tokenizer = load_tokenizer(args.model)
     per_device = min(args.rows, args.max_tokens // args.tokens if matched else 8)
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
@@ -160,7 +171,7 @@ def measure_trl(args: argparse.Namespace, matched: bool) -> float:
         )
         trainer = GivenTokens(
             model=load_causal_lm(args.model),
-            processing_class=load_tokenizer(args.model),
+            processing_class=tokenizer,
             reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
             args=config,
             train_dataset=Dataset.from_list([{"prompt": "x"}] * args.rows * 2),
@@ -168,7 +179,7 @@ def measure_trl(args: argparse.Namespace, matched: bool) -> float:
         )
         trainer.train()
     assert len(marks) == 4, marks
-    return marks[3] - marks[2]
+    return marks[2:]
 
 
 def measure_head(args: argparse.Namespace, way: str) -> int:
@@ -215,8 +226,9 @@ def child(args: argparse.Namespace) -> None:
         result = {"head": measure_head(args, args.child.removeprefix("head-"))}
     else:
         measure = {"ours": measure_ours, "plain": measure_plain}.get(args.child)
-        seconds = measure(args) if measure else measure_trl(args, matched=args.child == "trl-matched")
-        result = {"tokens_per_second": args.rows * args.tokens / seconds, "peak": peak_rss()}
+        begin, end = measure(args) if measure else measure_trl(args, matched=args.child == "trl-matched")
+        tokens = args.rows * args.tokens
+        result = {"speed": tokens / (end[0] - begin[0]), "economy": tokens / (end[1] - begin[1]), "peak": peak_rss()}
     print(json.dumps(result))
 
 
@@ -248,17 +260,18 @@ def main() -> None:
     if args.child:
         child(args)
         return
+    torch.set_num_threads(1)  # the parent only waits
     found: dict[str, list[dict[str, float]]] = {way: [] for way in args.ways}
     for _ in range(args.rounds):
         for way in args.ways:
             found[way].append(measured(args, way))
+            print(way, found[way][-1], file=sys.stderr, flush=True)
     print(f"{args.rows} rows × {args.tokens} tokens, {args.precision}, micro-batches of {args.max_tokens} tokens")
-    print(f"{'way':<12} {'tokens/s':>9} {'(each round)':<28} {'peak GiB':>8}")
+    print(f"{'way':<12} {'tokens/s':>9} {'tokens/CPU-s':>13} {'peak GiB':>9}   tokens/s of each round")
     for way, rounds in found.items():
-        speeds = [one["tokens_per_second"] for one in rounds]
-        each = " ".join(f"{speed:.0f}" for speed in speeds)
-        peak = statistics.median(one["peak"] for one in rounds) / GIB
-        print(f"{way:<12} {statistics.median(speeds):>9.0f} {each:<28} {peak:>8.2f}")
+        speed, economy, peak = (statistics.median(one[key] for one in rounds) for key in ("speed", "economy", "peak"))
+        each = " ".join(f"{one['speed']:.0f}" for one in rounds)
+        print(f"{way:<12} {speed:>9.0f} {economy:>13.0f} {peak / GIB:>9.2f}   {each}")
     heads = {way: measured(args, f"head-{way}")["head"] / GIB for way in ("ours", "plain")}
     vocabulary = load_causal_lm(args.model).config.vocab_size
     full = 4 * args.rows * args.tokens * vocabulary / GIB

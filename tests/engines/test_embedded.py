@@ -263,7 +263,9 @@ def filtered(logits: list[float], s: Sampling) -> list[float]:
 def test_every_uniform_number_falls_to_the_token_that_owns_it(seed, vocabulary, temperature, top_k, top_p, min_p):
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
     s = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    uniforms = torch.cat([torch.linspace(0, 1, 200, dtype=torch.float64)[:-1], torch.tensor([1 - 2**-53]).double()])
+    uniforms = torch.cat(
+        [torch.linspace(0, 1, 200, dtype=torch.float64)[:-1], torch.tensor([1 - 2**-53], dtype=torch.float64)]
+    )
     ids, logprobs, finite = sample(logits.expand(len(uniforms), -1), [s] * len(uniforms), uniforms)
     expected = torch.tensor(filtered(logits.tolist(), s), dtype=torch.float64)
     upper = expected.cumsum(0)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fr_lightning.envs.sandbox import PythonSandbox, ToolResult
-from fr_lightning.envs.sandbox.processes import Output
+from fr_lightning.envs.sandbox.output import Output
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "tool_cases.jsonl").read_text().splitlines()]
 LOST = "all variables, imports and files are lost"
@@ -191,7 +191,7 @@ def test_libraries_work_as_they_do_outside(sandbox, runner):
         "import asyncio\nasync def f(): await asyncio.sleep(0.01); return 7\nasyncio.run(f())",
         "import sqlite3; sqlite3.connect('x.db').execute('select 1 + 1').fetchall()",
         "import tempfile, shutil\nwith tempfile.NamedTemporaryFile() as f: print(shutil.copy2(f.name, 'copy'))",
-        "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\nimport pickle; pickle.loads(pickle.dumps(P(3)))",
+        "from dataclasses import *\n@dataclass\nclass P:\n    x: int\nimport pickle; pickle.loads(pickle.dumps(P(3)))",
         "import inspect; print(inspect.getsource(square))",
         "import ctypes; ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 5)()",
         "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as s: print('caught')\ns.getvalue()",

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 import fr_lightning
-from fr_lightning.envs.sandbox import PythonSandbox, SandboxUnavailable, ToolResult
+from fr_lightning.envs.sandbox import PythonSandbox, SandboxUnavailable, ToolResult, isolation
 
 LOST = "all variables, imports and files are lost"
 
@@ -66,15 +67,18 @@ def below_python(process: psutil.Process) -> bool:
 def test_the_sandboxs_own_death_is_unavailable_and_the_next_call_works(runner, caplog):
     async def killed() -> list[ToolResult]:
         before = set(psutil.Process().children(recursive=True))
-        async with PythonSandbox(preload=()) as sandbox:
-            async with await sandbox.session() as waiting, await sandbox.session() as running:
-                assert (await waiting.run("x = 1")).status == "ok"
-                call = asyncio.create_task(running.run("import time; time.sleep(60)", timeout=30))
-                await asyncio.sleep(0.2)
-                started = set(psutil.Process().children(recursive=True)) - before
-                (zygote,) = [p for p in started if p.name() != "bwrap" and not below_python(p)]
-                zygote.kill()
-                return [await call, await waiting.run("x"), await waiting.run("1 + 1")]
+        async with (
+            PythonSandbox(preload=()) as sandbox,
+            await sandbox.session() as waiting,
+            await sandbox.session() as running,
+        ):
+            assert (await waiting.run("x = 1")).status == "ok"
+            call = asyncio.create_task(running.run("import time; time.sleep(60)", timeout=30))
+            await asyncio.sleep(0.2)
+            started = set(psutil.Process().children(recursive=True)) - before
+            (zygote,) = [p for p in started if p.name() != "bwrap" and not below_python(p)]
+            zygote.kill()
+            return [await call, await waiting.run("x"), await waiting.run("1 + 1")]
 
     during, between, after = runner.run(killed())
     assert during.status == between.status == "unavailable"
@@ -127,13 +131,31 @@ def test_without_bubblewrap_it_refuses_and_names_the_package(runner, monkeypatch
 
 
 def test_a_sandbox_that_does_not_hold_is_refused(runner, monkeypatch, tmp_path):
-    """A `bwrap` that only runs the command: it starts, and nothing is isolated."""
-    fake = tmp_path / "bwrap"
-    fake.write_text('#!/bin/sh\nwhile [ "$1" != "--" ]; do shift; done; shift\nexec "$@"\n')
-    fake.chmod(0o755)
+    """A `bwrap` that lets something of the host in: it starts, and the probe finds out."""
+    (tmp_path / "bwrap").write_text(f'#!/bin/sh\nexec {shutil.which("bwrap")} --ro-bind /etc /etc "$@"\n')
+    (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(SandboxUnavailable):
+    with pytest.raises(SandboxUnavailable, match=r"does not hold.*no host files"):
         start(runner, preload=())
+
+
+def test_an_interpreter_in_tmp_stays_in_view_and_out_of_reach(runner, monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        (Path(folder) / "package.py").write_text("x = 42")
+        folders = [*isolation.interpreter_folders(), folder]
+        monkeypatch.setattr(isolation, "interpreter_folders", lambda: folders)
+
+        async def look() -> list[str]:
+            async with PythonSandbox(preload=()) as sandbox, await sandbox.session() as session:
+                cells = [
+                    f"import sys; sys.path.append({folder!r}); import package; package.x",
+                    f"open('{folder}/y', 'w')",
+                ]
+                return [(await session.run(cell)).output for cell in cells]
+
+        seen, written = runner.run(look())
+    assert seen == "42\n"
+    assert "Read-only file system" in written
 
 
 def test_a_module_that_is_not_there_is_named(runner):

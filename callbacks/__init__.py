@@ -6,6 +6,7 @@ from fr_lightning.callbacks.drift import Drift
 from fr_lightning.callbacks.entropy import Entropy
 from fr_lightning.callbacks.lag import Lag
 from fr_lightning.callbacks.length import Length
+from fr_lightning.callbacks.progress import Progress
 from fr_lightning.callbacks.tool_calls import ToolCalls
 from fr_lightning.callbacks.transcripts import Transcripts
 from fr_lightning.callbacks.truncation import Truncation
@@ -18,6 +19,7 @@ __all__ = [
     "Entropy",
     "Lag",
     "Length",
+    "Progress",
     "ToolCalls",
     "Transcripts",
     "Truncation",

@@ -78,6 +78,12 @@ class Curves(pl.Callback):
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "curves.png"
         self.figure().savefig(path, dpi=110)
+        if len(self.evaluations) > 1:
+            first, last = self.evaluations[0], self.evaluations[-1]
+            print(
+                f"Held-out reward: {first['reward']:.3f} ± {first['standard_error']:.3f} at update {first['update']:.0f}, "
+                f"{last['reward']:.3f} ± {last['standard_error']:.3f} at update {last['update']:.0f}"
+            )
         print(f"Curves of the run: {path}")
 
     def figure(self) -> Figure:

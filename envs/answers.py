@@ -10,8 +10,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-RESPONSE_CHARS = 200_000
-"""Only this many last characters of a response are read."""
+RESPONSE_CHARS = 65_536
+"""Only this many last characters of a response are read, and of them `BOXES` boxes."""
+BOXES = 64
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class _Box:
     content: str | None  # None: never closed
 
 
-_BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t]{0,8}(\{)?|\\.|[{}]|\n[ \t]{0,64}\n", re.DOTALL)
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t]{0,8}(\{)?")
+_IN_BOX = re.compile(r"\\.|[{}]|\n[ \t]{0,64}\n", re.DOTALL)
 _BARE_BOX = re.compile(r"(?:\\[A-Za-z]+(?:\{[^{}\n]{0,80}\}|\d){0,2}|[^\s${}\\]){1,120}")
 _SENTENCE_END = re.compile(r"[.!?。](?=\s|$|[*_])|\n")
 _WORD = re.compile(r"[^\W\d_]{2,}")
@@ -108,7 +110,7 @@ def extract(response: str, policy: AnswerPolicy) -> Extraction:
     if opening in text:
         return Extraction(None, "the response stops while thinking")
     text = text[-RESPONSE_CHARS:]
-    boxes = _boxes(text)
+    boxes = _boxes(text)[-BOXES:]
     if not boxes:
         return _unboxed(text) if policy.unboxed else Extraction(None, "no box")
     last = boxes[-1].content
@@ -125,35 +127,30 @@ def extract(response: str, policy: AnswerPolicy) -> Extraction:
 def _boxes(text: str) -> list[_Box]:
     """Outermost boxes in order. As in TeX, a box cannot run over a blank line: one that does is unclosed."""
     boxes: list[_Box] = []
-    box: tuple[int, int] | None = None  # start of the command, start of the content
-    depth = 0
-    skip_to = 0
-    for token in _BOX_TOKEN.finditer(text):
-        mark = token.group()
-        if token.start() < skip_to:
-            continue
-        if box is None:
-            if token.group(1):
-                box, depth = (token.start(), token.end()), 1
-            elif mark.startswith(("\\boxed", "\\fbox")):
-                bare = _BARE_BOX.match(text, token.end())
-                content = bare.group().rstrip(".,;:!?") if bare else None
-                skip_to = bare.end() if bare else token.end()
-                boxes.append(_Box(token.start(), skip_to, content))
-        elif mark[0] == "\n":
-            boxes.append(_Box(box[0], token.start(), None))
-            box = None
-        elif mark.endswith("{") and not mark.startswith("\\{"):
-            depth += 1
-        elif mark == "}":
-            depth -= 1
-            if depth == 0:
-                content = re.sub(r"\\(?:boxed|fbox)(?![A-Za-z])", "", text[box[1] : token.start()])
-                boxes.append(_Box(box[0], token.end(), content.strip()))
-                box = None
-    if box is not None:
-        boxes.append(_Box(box[0], len(text), None))
+    position = 0
+    while command := _BOX.search(text, position):
+        if command[1]:
+            end, position = _closing_brace(text, command.end())
+            content = None if end is None else _BOX.sub(r"\1", text[command.end() : end]).strip()
+        else:
+            bare = _BARE_BOX.match(text, command.end())
+            position = bare.end() if bare else command.end()
+            content = bare.group().rstrip(".,;:!?") if bare else None
+        boxes.append(_Box(command.start(), position, content))
     return boxes
+
+
+def _closing_brace(text: str, start: int) -> tuple[int | None, int]:
+    """Where the brace opened before `start` closes, or None, and where to go on reading."""
+    depth = 1
+    for token in _IN_BOX.finditer(text, start):
+        mark = token.group()
+        if mark[0] == "\n":
+            return None, token.start()
+        depth += {"{": 1, "}": -1}.get(mark, 0)
+        if depth == 0:
+            return token.start(), token.end()
+    return None, len(text)
 
 
 def _closing_statement(text: str, boxes: list[_Box]) -> list[str]:

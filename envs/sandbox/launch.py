@@ -3,7 +3,7 @@
     python -I launch.py UID bwrap ... --ro-bind SOURCE TARGET ... -- command
 
 Bubblewrap run by root makes a sandbox that root's files and limits do not bind, so it is run by a user without
-rights. That user may not be able to reach the interpreter (a virtual environment under /root): the sources of all
+rights. That user may not be able to reach the interpreter (one in root's own home): the sources of all
 read-only binds, and bubblewrap, are therefore mounted where it can, in a mount namespace that ends with the sandbox.
 """
 

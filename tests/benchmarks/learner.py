@@ -12,6 +12,7 @@ autocast unless `--precision float32`. Nothing is generated.
   `--rows`. Only its generation and scoring are replaced, by the fixed tokens; a step is timed between its
   `on_step_begin` and `on_step_end`. TRL 1.16 has a chunked head of its own.
 - `trl-matched`: the same without gradient checkpointing, with our micro-batch's rows per device.
+- `trl-whole`: TRL's defaults but all rows on the device at once, with no accumulation.
 
 Each measurement is a fresh process, the ways taken in turn in every round: one warm-up step, then one that is timed, by
 the clock and by the processor time of all its threads (which other work on the machine disturbs less).
@@ -47,7 +48,7 @@ from fr_lightning.trajectory import PaddedRows, Trajectory, TrajectoryBatch
 
 PROMPT = 16
 LEARNING_RATE = 1e-6
-WAYS = ("ours", "plain", "trl", "trl-matched")
+WAYS = ("ours", "plain", "trl", "trl-matched", "trl-whole")
 GIB = 2**30
 
 
@@ -123,7 +124,7 @@ def measure_plain(args: argparse.Namespace) -> list[tuple[float, float]]:
     return measure_loop(args, forward, model)
 
 
-def measure_trl(args: argparse.Namespace, matched: bool) -> list[tuple[float, float]]:
+def measure_trl(args: argparse.Namespace, per_device: int, checkpointing: bool) -> list[tuple[float, float]]:
     """Begin and end of the second optimizer step inside `GRPOTrainer.train()`."""
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -151,13 +152,12 @@ def measure_trl(args: argparse.Namespace, matched: bool) -> list[tuple[float, fl
             }  # fmt: skip
 
     tokenizer = load_tokenizer(args.model)
-    per_device = min(args.rows, args.max_tokens // args.tokens if matched else 8)
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
             use_cpu=True,
             bf16=args.precision == "bfloat16",
-            gradient_checkpointing=not matched,
+            gradient_checkpointing=checkpointing,
             per_device_train_batch_size=per_device,
             gradient_accumulation_steps=args.rows // per_device,
             num_generations=min(8, args.rows),
@@ -222,11 +222,18 @@ def measure_head(args: argparse.Namespace, way: str) -> int:
 
 
 def child(args: argparse.Namespace) -> None:
+    torch.set_num_threads(args.threads)
     if args.child.startswith("head-"):
         result = {"head": measure_head(args, args.child.removeprefix("head-"))}
     else:
-        measure = {"ours": measure_ours, "plain": measure_plain}.get(args.child)
-        begin, end = measure(args) if measure else measure_trl(args, matched=args.child == "trl-matched")
+        ways: dict[str, Callable[[], list[tuple[float, float]]]] = {
+            "ours": lambda: measure_ours(args),
+            "plain": lambda: measure_plain(args),
+            "trl": lambda: measure_trl(args, min(args.rows, 8), checkpointing=True),
+            "trl-matched": lambda: measure_trl(args, max(1, args.max_tokens // args.tokens), checkpointing=False),
+            "trl-whole": lambda: measure_trl(args, args.rows, checkpointing=True),
+        }
+        begin, end = ways[args.child]()
         tokens = args.rows * args.tokens
         result = {"speed": tokens / (end[0] - begin[0]), "economy": tokens / (end[1] - begin[1]), "peak": peak_rss()}
     print(json.dumps(result))
@@ -234,7 +241,7 @@ def child(args: argparse.Namespace) -> None:
 
 def measured(args: argparse.Namespace, way: str) -> dict[str, float]:
     command = [sys.executable, "-m", "tests.benchmarks.learner", "--child", way]
-    for name in ("model", "rows", "tokens", "max_tokens", "chunk_tokens", "precision"):
+    for name in ("model", "rows", "tokens", "max_tokens", "chunk_tokens", "precision", "threads"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "TOKENIZERS_PARALLELISM": "false"}
@@ -252,6 +259,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=512, help="of a micro-batch, ours and plain")
     parser.add_argument("--chunk-tokens", type=int, default=PolicyConfig.chunk_tokens)
     parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each way; fewer on a busy machine")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
@@ -266,7 +274,8 @@ def main() -> None:
         for way in args.ways:
             found[way].append(measured(args, way))
             print(way, found[way][-1], file=sys.stderr, flush=True)
-    print(f"{args.rows} rows × {args.tokens} tokens, {args.precision}, micro-batches of {args.max_tokens} tokens")
+    micro = f"micro-batches of {args.max_tokens} tokens, {args.threads} threads"
+    print(f"{args.rows} rows × {args.tokens} tokens, {args.precision}, {micro}")
     print(f"{'way':<12} {'tokens/s':>9} {'tokens/CPU-s':>13} {'peak GiB':>9}   tokens/s of each round")
     for way, rounds in found.items():
         speed, economy, peak = (statistics.median(one[key] for one in rounds) for key in ("speed", "economy", "peak"))

@@ -37,8 +37,8 @@ from fr_lightning.engines.embedded_worker import (
     WorkerSettings,
     common_prefix,
     load_batcher,
-    sample,
 )
+from fr_lightning.engines.sampling import sample
 
 VOCAB = 48
 CONTEXT = 512

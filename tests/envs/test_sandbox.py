@@ -130,14 +130,14 @@ def test_a_lost_interpreter_says_so_and_the_next_call_starts_afresh(sandbox, run
     cells = [
         "x = 1; open('file', 'w').write('x')",
         f"print('so far')\n{code}",
-        "import os; print('x' in globals(), os.listdir())",
+        "import os; print('x' in globals(), os.path.exists('file'))",
     ]
     kept, lost, fresh = play(runner, sandbox, *cells, timeout=0.5)
     assert kept.status == "ok"
     assert (lost.status, fresh.status) == (status, "ok")
     assert "so far" in lost.output
     assert LOST in lost.output
-    assert fresh.output == "False []\n"
+    assert fresh.output == "False False\n"
 
 
 def test_a_timeout_shows_where_the_code_was_and_keeps_to_its_deadline(sandbox, runner):
@@ -179,6 +179,14 @@ def test_output_in_bounded_memory(texts: list[str], limit: int, step: int, with_
             .removesuffix("\n" * with_note)
         )
         assert len(whole) - left_out in (len(shown), len(shown) + 1)
+
+
+def test_a_fork_that_runs_on_to_the_end_of_its_cell_ends_there(sandbox, runner):
+    forked, after, last = play(
+        runner, sandbox, "import os, time\nx = 1\nif os.fork() == 0: time.sleep(0.1)", "x", "time.sleep(0.3); x"
+    )
+    assert [forked.status, after.status, last.status] == ["ok"] * 3
+    assert [forked.output, after.output, last.output] == ["(no output)", "1\n", "1\n"]
 
 
 def test_libraries_work_as_they_do_outside(sandbox, runner):

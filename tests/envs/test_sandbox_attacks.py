@@ -202,8 +202,8 @@ def test_the_same_calls_succeed_without_isolation(runner):
             "s = socket.socket(socket.AF_UNIX); s.bind('\\0meet'); s.listen()",
             "try: socket.socket(socket.AF_UNIX).connect('\\0meet'); print('BROKEN')\nexcept OSError as e: print(e)",
         ),
-        ("open('/dev/shm/x', 'w').write('x')", "print('BROKEN' if os.listdir('/dev/shm') else 'empty')"),
-        ("open('/tmp/x', 'w').write('x')", "print('BROKEN' if os.listdir('/tmp') else 'empty')"),
+        ("open('/dev/shm/x', 'w').write('x')", "print('BROKEN' if os.path.exists('/dev/shm/x') else 'empty')"),
+        ("open('/tmp/x', 'w').write('x')", "print('BROKEN' if os.path.exists('/tmp/x') else 'empty')"),
         (
             "from multiprocessing.shared_memory import SharedMemory; m = SharedMemory('meet', create=True, size=9)",
             "from multiprocessing.shared_memory import SharedMemory\n"

@@ -141,6 +141,7 @@ def test_a_sandbox_that_does_not_hold_is_refused(runner, monkeypatch, tmp_path):
 
 def test_an_interpreter_in_tmp_stays_in_view_and_out_of_reach(runner, monkeypatch):
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)  # what is the user's own alone is out of the sandbox's reach as well
         (Path(folder) / "package.py").write_text("x = 42")
         folders = [*isolation.interpreter_folders(), folder]
         monkeypatch.setattr(isolation, "interpreter_folders", lambda: folders)

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
-EXTRAS ?= gguf
+EXTRAS ?= gguf,math
 
 export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 0

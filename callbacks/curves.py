@@ -80,10 +80,11 @@ class Curves(pl.Callback):
         self.figure().savefig(path, dpi=110)
         if len(self.evaluations) > 1:
             first, last = self.evaluations[0], self.evaluations[-1]
-            print(
-                f"Held-out reward: {first['reward']:.3f} ± {first['standard_error']:.3f} at update {first['update']:.0f}, "
-                f"{last['reward']:.3f} ± {last['standard_error']:.3f} at update {last['update']:.0f}"
+            scores = " → ".join(
+                f"{score['reward']:.3f} ± {score['standard_error']:.3f} (update {score['update']:.0f})"
+                for score in (first, last)
             )
+            print(f"Held-out reward: {scores}")
         print(f"Curves of the run: {path}")
 
     def figure(self) -> Figure:

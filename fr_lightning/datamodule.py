@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, cast
 
 import gymnasium
 import lightning.pytorch as pl
@@ -48,6 +48,13 @@ class EvaluationPlan:
     def __post_init__(self) -> None:
         if self.samples < 1 or (self.tasks is not None and self.tasks < 1):
             raise ValueError(f"an evaluation needs ≥ 1 tasks and samples, got {self}")
+
+
+class Learner(Protocol):
+    """What the rollouts need to know of the learner."""
+
+    model_name: str
+    policy_version: int
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -85,7 +92,7 @@ class RolloutDataModule(pl.LightningDataModule):
         limits: EpisodeLimits = EpisodeLimits(),  # noqa: B008
         rollouts_per_task: int = 1,
         retry: RetryPolicy = RetryPolicy(),  # noqa: B008
-        evaluation: EvaluationPlan = EvaluationPlan(),  # noqa: B008
+        evaluation: EvaluationPlan = EvaluationPlan(),
         seed: int = 0,
         template_kwargs: dict[str, Any] | None = None,
     ):
@@ -132,7 +139,7 @@ class RolloutDataModule(pl.LightningDataModule):
         """Start the engine's event loop and, on it, the engine; weights follow with the first publication."""
         if self._thread is not None:
             return
-        model = self.trainer.lightning_module.model_name  # pyright: ignore[reportOptionalMemberAccess]
+        model = self._learner.model_name
         self._reference_env = self._make_env()
         self._thread = LoopThread("rollouts", workers=2 * self._concurrency + 8)
         starting = self._thread.submit(self.engine.start(model))
@@ -206,8 +213,9 @@ class RolloutDataModule(pl.LightningDataModule):
         self.published_version = version
         self.pool.published()
 
-    def next_batch(self, version: int) -> TrajectoryBatch:
-        """The fresh batch for update `version` + 1; waits for it."""
+    def next_batch(self) -> TrajectoryBatch:
+        """The fresh batch for the learner's next update; waits for it."""
+        version = self._learner.policy_version
         if self.published_version != version:
             raise RuntimeError(
                 f"the learner is at version {version}, the weights in the engine at {self.published_version}: "
@@ -237,6 +245,11 @@ class RolloutDataModule(pl.LightningDataModule):
                 self._reference_env.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _learner(self) -> Learner:
+        assert self.trainer is not None
+        return cast(Learner, self.trainer.lightning_module)
 
     def _tokenizer(self, model: str) -> Any:
         from fr_lightning.models import load_tokenizer  # transformers takes seconds to import: not for --help
@@ -307,8 +320,7 @@ class _Batches:
 
     def __iter__(self) -> Iterator[TrajectoryBatch]:
         while True:
-            module = self.data.trainer.lightning_module  # pyright: ignore[reportOptionalMemberAccess]
-            yield self.data.next_batch(module.policy_version)
+            yield self.data.next_batch()
 
 
 @dataclass(frozen=True)

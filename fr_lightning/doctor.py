@@ -5,6 +5,7 @@ Invariant: looks, never changes anything, and never fails because a piece is mis
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import importlib.util
 import os
@@ -97,6 +98,7 @@ def _environments() -> Iterator[Finding]:
     import gymnasium
 
     import fr_lightning.envs  # noqa: F401 (registers the environments)
+    from fr_lightning.envs.sandbox import SandboxUnavailable
 
     for name in sorted(key for key in gymnasium.registry if key.startswith("fr_lightning/")):
         try:
@@ -104,10 +106,19 @@ def _environments() -> Iterator[Finding]:
             yield Finding(f"Environment: {name}", "ok", "ready")
         except Exception as error:  # an environment's own requirement, in its own words
             yield Finding(f"Environment: {name}", "absent", f"{type(error).__name__}: {error}")
-    bubblewrap = shutil.which("bwrap")
-    yield Finding("bubblewrap (sandbox)", "ok" if bubblewrap else "absent", bubblewrap or "apt install bubblewrap")
+    try:
+        yield Finding("Python sandbox", "ok", f"isolation in force: {asyncio.run(_isolation())}")
+    except SandboxUnavailable as error:
+        yield Finding("Python sandbox", "absent", str(error))
     games = os.environ.get("ALFWORLD_DATA")
     yield Finding("ALFWORLD_DATA", "ok" if games else "absent", games or "not set")
+
+
+async def _isolation() -> str:
+    from fr_lightning.envs.sandbox import PythonSandbox
+
+    async with PythonSandbox(preload=()) as sandbox:
+        return sandbox.isolation_in_force
 
 
 LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (

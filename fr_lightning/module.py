@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fr_lightning.advantage import Baseline, advantages
 from fr_lightning.evaluation import Evaluation, Outcome, evaluate
@@ -134,8 +135,8 @@ class FlashReinforce(pl.LightningModule):
         )
         first = self.global_rank * len(batch)
         mine = centred[first : first + len(batch)]
-        for rows in _split(len(batch), self._updates_per_batch):
-            update = self._update(batch.subset(rows), mine[list(rows)])
+        parts = _split(len(batch), self._updates_per_batch)
+        *_, update = [self._update(batch.subset(rows), mine[list(rows)]) for rows in parts]
         uniform = float((rewards == rewards[0]).all())
         self._log_update(update, rewards, uniform)
         return {"loss": torch.tensor(update.loss), "update": update}
@@ -201,7 +202,7 @@ class FlashReinforce(pl.LightningModule):
     def _clip(self, optimizer: Any) -> float:
         limit = float("inf") if self._gradient_clip is None else self._gradient_clip
         norm = torch.nn.utils.clip_grad_norm_(self.parameters(), limit)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor under FSDP2
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # FSDP2
         if not torch.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient of update {self.policy_version + 1} is not finite: lower the learning rate or use "

@@ -134,7 +134,9 @@ def command(arguments: list[str]) -> int:
 
 def save(policy: Policy, tokenizer: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
     """The model as a plain Hugging Face folder."""
-    model = policy.model if dtype is None else policy.model.to(dtype)
+    model = policy.model
+    if dtype is not None:
+        torch.nn.Module.to(model, dtype)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     print(f"saved to {folder}")

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
@@ -17,5 +18,4 @@ def whole_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Te
     """Gather each tensor from its shards (a no-op for plain tensors), detached, under the names given."""
     for name, tensor in named:
         tensor = tensor.detach()
-        full = getattr(tensor, "full_tensor", None)  # DTensor: FSDP2 and tensor parallel
-        yield name, full() if full is not None else tensor
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # FSDP2, tensor parallel

@@ -12,9 +12,10 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 QUICK = [
-    "--config", "quickstart.yaml", "--config", "overlays/sync.yaml", "--data.batch_size", "4", "--data.concurrency", "8",
-    "--data.evaluation.tasks", "8", "--trainer.num_sanity_val_steps", "0", "--trainer.enable_progress_bar", "false",
-]  # fmt: skip
+    *("--config", "quickstart.yaml", "--config", "overlays/sync.yaml"),
+    *("--data.batch_size", "4", "--data.concurrency", "8", "--data.evaluation.tasks", "8"),
+    *("--trainer.num_sanity_val_steps", "0", "--trainer.enable_progress_bar", "false"),
+]
 
 
 def command(*arguments: str) -> list[str]:

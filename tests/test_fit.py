@@ -83,7 +83,7 @@ class Recorder(pl.Callback):
         self.metrics: list[dict] = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        update = outputs["update"]
+        update = dict(outputs)["update"]
         self.rollouts += [t.rollout_id for t in batch]
         self.tokens += [t.token_ids.tolist() for t in batch]
         self.lags += [int(t.policy_lag(update.version).max()) for t in batch]

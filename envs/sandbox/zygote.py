@@ -117,14 +117,14 @@ class Zygote:
             return self.stop()
 
     def stop(self) -> NoReturn:
+        while True:  # the orphans of each one killed become children of this process in their turn
+            children = [pid for pid, (parent, _) in process_table().items() if parent == os.getpid()]
+            for pid in children:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            if not children:
+                break
         if not self.namespaces:
-            while True:  # the orphans of each one killed become children of this process in their turn
-                children = [pid for pid, (parent, _) in process_table().items() if parent == os.getpid()]
-                for pid in children:
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-                if not children:
-                    break
             shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(0)
 

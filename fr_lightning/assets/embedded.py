@@ -1,8 +1,8 @@
 """Builds the embedded policy: a tiny chat model with its own tokenizer, taught the shipped environments' formats badly.
 
 `python -m fr_lightning.assets.embedded` makes the folder `embedded_policy` beside this file anew. The architecture is a
-stock one (Qwen3), so that every engine serves it. It is deliberately weak: most of its demonstrators guess instead of
-calling the tool, and it is stopped early; what is left to learn is left to reinforcement learning.
+stock one (Qwen3), so that every engine serves it. It is deliberately weak: it is shown how to call the tool and to copy
+its answer, and then, mostly, how to guess. To prefer what it can do well is left to reinforcement learning.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ TEMPLATE = """\
 {%- if tools or messages[0].role == 'system' -%}
 <|im_start|>system
 {% if messages[0].role == 'system' %}{{ messages[0].content }}
-{% endif %}{% for tool in tools or [] %}tool {{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})
+{% endif %}{% for tool in tools or [] -%}
+tool {{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})
 {% endfor %}<|im_end|>
 {% endif -%}
 {%- for message in messages -%}
@@ -58,8 +59,16 @@ TEMPLATE = """\
 {% endif -%}
 """
 
-SKILL = 0.35
-"""Share of demonstrators that call the tool, or know the answer."""
+COMMON = (
+    "the of and to in is you that it he was for on are as with his they I at be this have from or one had by word but "
+    "not what all were we when your can said there use an each which she do how their if will up other about out many "
+    "then them these so some her would make like him into time has look two more write go see number no way could "
+    "people my than first water been call who oil its now find long down day did get come made may part take look at "
+    "put the turn on off open close go to door box cup bowl table desk room left right true false none error answer"
+)
+
+PHASES = ((1.0, 0.85, 2e-3), (0.25, 0.15, 5e-4))
+"""(skill of the demonstrators, share of the steps, peak learning rate): first taught well, then led astray."""
 
 
 def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -88,8 +97,8 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def corpus() -> list[str]:
-    """What the environments and their experts say, once each, with generic prose for the other merges."""
-    texts = [Path(__file__).read_text(encoding="utf-8"), TEMPLATE]
+    """What the environments and their experts say, and common words for everybody else's environments."""
+    texts = [TEMPLATE, *[COMMON] * 20]
     for lesson in lessons():
         env = lesson.make_env()
         for seed in range(200):
@@ -98,19 +107,18 @@ def corpus() -> list[str]:
     return texts
 
 
-def lessons() -> list[Lesson]:
-    """What the embedded policy is taught, and how badly."""
+def lessons(skill: float = 1.0) -> list[Lesson]:
+    """What the embedded policy is shown by demonstrators of a skill."""
     return [
-        Lesson(lambda: gymnasium.make("fr_lightning/Calculator-v0").unwrapped, SKILL, weight=3.0),  # pyright: ignore[reportArgumentType]
-        Lesson(lambda: gymnasium.make("fr_lightning/Arithmetic-v0").unwrapped, SKILL, weight=1.0),  # pyright: ignore[reportArgumentType]
+        Lesson(lambda: gymnasium.make("fr_lightning/Calculator-v0").unwrapped, skill, weight=3.0),  # pyright: ignore[reportArgumentType]
+        Lesson(lambda: gymnasium.make("fr_lightning/Arithmetic-v0").unwrapped, skill, weight=1.0),  # pyright: ignore[reportArgumentType]
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps of the warm start")
+    parser.add_argument("--steps", type=int, default=900, help="optimizer steps of the warm start")
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--output", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
@@ -128,17 +136,20 @@ def main() -> None:
         max_position_embeddings=4096,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=SPECIAL.index("<|im_end|>"),
+        pad_token_id=SPECIAL.index("<|endoftext|>"),
     )
     Qwen3ForCausalLM(config).save_pretrained(chosen.output)
     tokenizer.save_pretrained(chosen.output)
     policy = Policy(PolicyConfig(name=str(chosen.output)))
-    stream = demonstrations(lessons(), ChatFormat(tokenizer), chosen.seed, max_context=512)
-    losses = train(policy, stream, steps=chosen.steps, batch_size=chosen.batch_size, learning_rate=chosen.learning_rate)
-    for step, loss in enumerate(track(losses, total=chosen.steps, description="warm start")):
-        if step % 50 == 0 or step == chosen.steps - 1:
-            print(f"step {step}: {loss:.4f} nats per token", flush=True)
+    chat = ChatFormat(tokenizer)
+    for phase, (skill, share, learning_rate) in enumerate(PHASES):
+        stream = demonstrations(lessons(skill), chat, chosen.seed + phase, max_context=512)
+        steps = max(1, round(share * chosen.steps))
+        losses = train(policy, stream, steps=steps, batch_size=chosen.batch_size, learning_rate=learning_rate)
+        for step, loss in enumerate(track(losses, total=steps, description=f"demonstrators of skill {skill:g}")):
+            if step % 50 == 0 or step == steps - 1:
+                print(f"step {step}: {loss:.4f} nats per token", flush=True)
     save(policy, tokenizer, chosen.output, torch.bfloat16)
 
 

@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.overlap --steps 6 --rounds 3
 
-The same run (embedded policy, batch 32, 64 episodes at once) in both modes, interleaved. Every episode's environment
-sleeps a log-normal time of mean 1 s in all (σ = 1: the longest of 32 is several times the mean), over two turns. Printed
-per round: wall time per update after the first, the share of it that the learner waited, and their ratio.
+The same run (embedded policy, batch 32, 64 episodes at once) in both modes, interleaved. The environment of an episode
+sleeps a log-normal time of mean 1 s in all (σ = 1: the longest of 32 is several times the mean), over two turns.
+Printed per round: wall time per update after the first, the share of it that the learner waited, and their ratio.
 """
 
 from __future__ import annotations

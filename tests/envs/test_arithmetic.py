@@ -109,7 +109,8 @@ def test_a_call_is_answered_and_then_the_answer_is_graded():
     "action",
     [
         "<tool_call>not json</tool_call>", "<tool_call>", "<tool_call>[]</tool_call>", "<tool_call>{}</tool_call>",
-        '<tool_call>{"name": "calculator"}</tool_call>', '<tool_call>{"name": "calculator", "arguments": 3}</tool_call>',
+        '<tool_call>{"name": "calculator"}</tool_call>',
+        '<tool_call>{"name": "calculator", "arguments": 3}</tool_call>',
         '<tool_call>{"name": "calculator", "arguments": {"expression": [1]}}</tool_call>', call("1", name="python"),
         call("import os"),
     ],

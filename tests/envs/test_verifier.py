@@ -785,7 +785,7 @@ def test_other_processes_get_workers_of_their_own(method):
         assert verifier.verify_sync(*hard(2)).correct
         process = context.Process(target=_verify_there, args=(verifier, results))
         process.start()
-        assert results.get(timeout=60) == "correct"
+        assert results.get(timeout=200) == "correct"
         process.join(20)
         assert verifier.verify_sync(*hard(5)).correct  # the child's `close` closed the child's workers only
 

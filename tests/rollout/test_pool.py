@@ -26,7 +26,7 @@ class Echo(TextEnv):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.turn, self.task_seed = 0, seed
+        self.turn, self.task_seed = 0, seed or 0
         self.fail(self)
         return f"task {seed}", {}
 

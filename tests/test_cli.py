@@ -132,6 +132,8 @@ def test_a_killed_run_leaves_no_process(tmp_path, kill):
     trainer.send_signal(kill)
     code = trainer.wait(60)
     assert code == (143 if kill == signal.SIGTERM else -signal.SIGKILL)
+    if kill == signal.SIGTERM:
+        assert list(tmp_path.glob("runs/**/*.ckpt")), "SIGTERM ends in a saved checkpoint"
     deadline = time.monotonic() + 10
     while any(alive(pid) for pid in engine):
         assert time.monotonic() < deadline, "the engine outlived the trainer"

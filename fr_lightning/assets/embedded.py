@@ -117,7 +117,7 @@ def lessons(skill: float = 1.0) -> list[Lesson]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=900, help="optimizer steps of the warm start")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of the warm start")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--output", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=0)

@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from conftest import ScriptedEngine
+from scripted_engine import ScriptedEngine
 
 from fr_lightning.envs.base import TextEnv
 from fr_lightning.rollout.ledger import Ledger, TaskSource

@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from conftest import ScriptedEngine
+from scripted_engine import ScriptedEngine
 
 from fr_lightning.engines.base import Completion, EngineError, PromptTooLong, Sampling
 from fr_lightning.envs.arithmetic import CalculatorEnv

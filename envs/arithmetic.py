@@ -30,7 +30,8 @@ class ArithmeticEnv(TextEnv):
         operations: which of `+`, `-`, `*` may occur.
         terms: operands in a problem; `*` binds tighter than `+` and `-`, as usual.
         answer: what counts as the answer: `last_number` in the reply, or the `whole` reply.
-        instruction: put before the problem.
+        instruction: the question, with {problem} in it.
+        system_prompt: put before the first question; None: the chat template's own, if it has one.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class ArithmeticEnv(TextEnv):
         terms: int = 2,
         answer: Literal["last_number", "whole"] = "last_number",
         instruction: str = "What is {problem}?",
+        system_prompt: str | None = None,
     ):
         if digits < 1 or terms < 2 or not operations or not set(operations) <= OPERATORS.keys():
             raise ValueError(
@@ -53,6 +55,7 @@ class ArithmeticEnv(TextEnv):
         self._terms = terms
         self._answer_form = answer
         self._instruction = instruction
+        self.system_prompt = system_prompt
         self.problem = ""
         self.answer = 0
 

@@ -126,10 +126,10 @@ def measure_plain(args: argparse.Namespace) -> list[tuple[float, float]]:
 
 def measure_trl(args: argparse.Namespace, per_device: int, checkpointing: bool) -> list[tuple[float, float]]:
     """Begin and end of the second optimizer step inside `GRPOTrainer.train()`."""
-    from datasets import Dataset
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import TrainerCallback
-    from trl.trainer.grpo_config import GRPOConfig
-    from trl.trainer.grpo_trainer import GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports]
+    from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     marks: list[tuple[float, float]] = []
 

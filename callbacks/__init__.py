@@ -4,6 +4,7 @@ from fr_lightning.callbacks.cost import Cost
 from fr_lightning.callbacks.curves import Curves
 from fr_lightning.callbacks.drift import Drift
 from fr_lightning.callbacks.entropy import Entropy
+from fr_lightning.callbacks.environment import EnvironmentMetrics
 from fr_lightning.callbacks.lag import Lag
 from fr_lightning.callbacks.length import Length
 from fr_lightning.callbacks.progress import Progress
@@ -17,6 +18,7 @@ __all__ = [
     "Curves",
     "Drift",
     "Entropy",
+    "EnvironmentMetrics",
     "Lag",
     "Length",
     "Progress",

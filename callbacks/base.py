@@ -19,7 +19,11 @@ class UpdateCallback(pl.Callback):
 
     @abstractmethod
     def measure(self, update: Update) -> Mapping[str, float]:
-        """Metric names and values of one update of this rank; ranks are averaged."""
+        """Metric names and values of one update of this rank; ranks are averaged.
+
+        Always the same names, NaN for what this update did not show: Lightning would repeat a missing one's last value,
+        and ranks must log alike.
+        """
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -15,7 +15,8 @@ class Cost(pl.Callback):
 
     `time/step`: from the end of the last update to the end of this one. `time/wait`: of it, waiting for a batch.
     `time/generate`, `time/env`, `time/queue`: per trajectory, mean. `throughput/tokens`: policy tokens trained per
-    second. `throughput/learner_idle`: time/wait ÷ time/step. `rollouts/*`: the ledger's counts, and failed attempts.
+    second. `throughput/learner_idle`: time/wait ÷ time/step. `rollouts/*`: the ledger's counts, failed
+    attempts by kind, and trajectories dropped as stale by their number of policy tokens.
     """
 
     def __init__(self) -> None:
@@ -41,6 +42,7 @@ class Cost(pl.Callback):
             "throughput/tokens": float(batch.policy_lengths.sum()) / step,
             "throughput/learner_idle": data.seconds_waited / step,
             **{f"rollouts/{name}": float(count) for name, count in data.ledger.counts.items()},
-            **{f"rollouts/failed_{kind}": float(count) for kind, count in data.pool.failures.items()},
+            **{f"rollouts/dropped_{tokens}": float(n) for tokens, n in dict(data.pool.queue.dropped_by_length).items()},
+            **{f"rollouts/failed_{kind}": float(count) for kind, count in dict(data.pool.failures).items()},
         }
         pl_module.log_dict(values, batch_size=len(batch), sync_dist=trainer.world_size > 1)

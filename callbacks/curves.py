@@ -6,6 +6,7 @@ written at the end of training, also when an exception or a signal ends it.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ class Curves(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         wanted = {name for names in PANELS.values() for name in names} | set(EXTRA)
-        seen = {name: float(value) for name, value in trainer.callback_metrics.items() if name in wanted}
+        values = {name: float(value) for name, value in trainer.callback_metrics.items() if name in wanted}
+        seen = {name: value for name, value in values.items() if not math.isnan(value)}
         self.updates.append({"update": float(outputs["update"].version + 1), **seen})
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

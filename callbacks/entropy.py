@@ -9,7 +9,7 @@ from fr_lightning.module import Update
 class Entropy(UpdateCallback):
     """Mean full-vocabulary entropy −Σ_v π(v) log π(v), in nats, over all policy tokens of the batch.
 
-    `entropy/failed` and `entropy/solved` are the same over the tokens of trajectories by their outcome.
+    `entropy/failed` and `entropy/solved` are the same over the tokens of trajectories by their outcome; NaN if none.
     """
 
     def measure(self, update: Update) -> dict[str, float]:
@@ -17,6 +17,5 @@ class Entropy(UpdateCallback):
         failed = update.batch.failed
         values = {}
         for name, rows in (("mean", failed | True), ("failed", failed), ("solved", ~failed)):
-            if rows.any():
-                values[f"entropy/{name}"] = float((update.entropy * tokens)[rows].sum() / tokens[rows].sum())
+            values[f"entropy/{name}"] = float((update.entropy * tokens)[rows].sum() / tokens[rows].sum())
         return values

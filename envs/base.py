@@ -7,12 +7,15 @@ retried or excluded, and counted); it never turns such a failure into a reward.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import gymnasium
 from gymnasium.spaces import Text
 
+T = TypeVar("T")
 CHARACTERS = "".join(chr(code) for code in (*range(32, 127), 9, 10, 13))
 
 
@@ -66,7 +69,39 @@ class TextEnv(gymnasium.Env[str, str]):
         raise NotImplementedError(f"{type(self).__name__} has no expert; a warm start needs `expert_action`")
 
     async def areset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict]:
-        return await asyncio.to_thread(self.reset, seed=seed, options=options)
+        return await in_thread(lambda: self.reset(seed=seed, options=options))
 
     async def astep(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        return await asyncio.to_thread(self.step, action)
+        return await in_thread(lambda: self.step(action))
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Run a blocking call in a daemon thread of its own: one that never returns costs that thread and nothing else.
+
+    A thread pool would lose a worker to it for good, and wait for it when the process ends.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if done.done():  # the caller gave up
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except StopIteration as stopped:  # a future cannot carry one
+            error = RuntimeError("the environment raised StopIteration")
+            error.__cause__ = stopped
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="environment", daemon=True).start()
+    return await done

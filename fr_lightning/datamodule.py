@@ -7,6 +7,7 @@ asked for and are closed at its end, by whatever way it ends.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -38,7 +39,7 @@ class EvaluationPlan:
     Attributes:
         tasks: number of held-out tasks; with a dataset, its first so many validation rows. null: all rows.
         samples: k, how often each is played (avg@k, pass@k).
-        sampling: how tokens are drawn; null: as in training.
+        sampling: how tokens are drawn, `max_tokens` included; null: as in training.
     """
 
     tasks: int | None = 128
@@ -55,6 +56,8 @@ class Learner(Protocol):
 
     model_name: str
     policy_version: int
+    baseline: str
+    updates_per_batch: int
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -140,6 +143,8 @@ class RolloutDataModule(pl.LightningDataModule):
         if self._thread is not None:
             return
         model = self._learner.model_name
+        if stage == "fit":
+            self._check_learner()
         self._reference_env = self._make_env()
         self._thread = LoopThread("rollouts", workers=2 * self._concurrency + 8)
         starting = self._thread.submit(self.engine.start(model))
@@ -153,7 +158,7 @@ class RolloutDataModule(pl.LightningDataModule):
             )
         source = TaskSource(self._reference_env.tasks("train"), self._seed, rollouts_per_task=self._rollouts_per_task)
         self._ledger = Ledger(source, rank=self.trainer.global_rank, world_size=self.trainer.world_size)  # pyright: ignore[reportOptionalMemberAccess]
-        if self._ledger_state is not None:
+        if self._ledger_state is not None and stage == "fit":
             self._ledger.load_state_dict(self._ledger_state)
         self._pool = Pool(
             self._thread,
@@ -181,12 +186,22 @@ class RolloutDataModule(pl.LightningDataModule):
         return self._evaluation_loader("validation")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"ledger": self.ledger.state_dict()} if self._ledger is not None else {}
+        if self._ledger is None:
+            return {}
+        if self._pool is not None and self.published_version != self._learner.policy_version:
+            self._pool.trained()  # stopped between the optimizer's step and its publication
+        return {"ledger": self._ledger.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._ledger_state = state_dict.get("ledger")
-        if self._ledger is not None and self._ledger_state is not None:
-            self._ledger.load_state_dict(self._ledger_state)
+        trainer = self.trainer
+        if trainer is None or trainer.state.fn != "fit" or "ledger" not in state_dict:
+            return  # an evaluation draws no training tasks
+        if trainer.world_size > 1:
+            raise ValueError(
+                "resuming with several ranks is not supported yet: a checkpoint holds the task ledger of rank 0 only"
+            )
+        self._ledger_state = state_dict["ledger"]
+        self.ledger.load_state_dict(state_dict["ledger"])
 
     def teardown(self, stage: str) -> None:
         self.close()
@@ -209,6 +224,7 @@ class RolloutDataModule(pl.LightningDataModule):
     def publish(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Put the learner's weights into the engine and free the places of the trajectories they were made of."""
         assert self._thread is not None
+        self.pool.trained()
         self._thread.run(self.engine.update_weights(named_tensors, version), self._check)
         self.published_version = version
         self.pool.published()
@@ -236,15 +252,33 @@ class RolloutDataModule(pl.LightningDataModule):
             thread, self._thread = self._thread, None
             if thread is None:
                 return
-            if self._pool is not None:
-                self._pool.stop()
-            thread.run(self.engine.close())
-            thread.stop()
+            pool, self._pool = self._pool, None
+            if self._ledger is not None:
+                self._ledger_state = self.state_dict()["ledger"]
+            with contextlib.ExitStack() as ending:  # each step is taken whatever becomes of the others
+                ending.callback(thread.stop)
+                ending.callback(lambda: thread.submit(self.engine.close()).result(timeout=60.0))
+                if pool is not None:
+                    ending.callback(pool.stop)
+                if self._reference_env is not None:
+                    ending.callback(self._reference_env.close)
             self.published_version = None
-            if self._reference_env is not None:
-                self._reference_env.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _check_learner(self) -> None:
+        """Refuse combinations of settings that would train on something else than they say."""
+        learner = self._learner
+        if learner.updates_per_batch > 1 and self._lag.policy == "wait" and self._lag.max_policy_lag is not None:
+            raise ValueError(
+                "model.updates_per_batch > 1 makes several versions of one batch, which a bounded lag cannot count: "
+                "set data.lag.max_policy_lag to null, or data.lag.policy to drop"
+            )
+        if learner.baseline == "group" and (self._rollouts_per_task < 2 or self.mode != "sync"):
+            raise ValueError(
+                "model.baseline group needs every rollout of a prompt in one batch: set data.rollouts_per_task to 2 or "
+                "more and data.mode to sync"
+            )
 
     @property
     def _learner(self) -> Learner:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -48,7 +48,6 @@ class Update:
     loss: float = 0.0
     gradient_norm: float = 0.0
     micro_batches: int = 0
-    extra: dict[str, float] = field(default_factory=dict)
 
 
 def default_optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -94,13 +93,13 @@ class FlashReinforce(pl.LightningModule):
         self.policy_version = 0
         """Number of optimizer steps made; stamped on every token the engine samples under these weights."""
         self.last_evaluation: Evaluation | None = None
-        self._baseline: Baseline = baseline
+        self.baseline: Baseline = baseline
         self._positive_only = positive_only
         self._make_optimizer = optimizer
         self._make_scheduler = lr_scheduler
         self._gradient_clip = gradient_clip
         self._max_tokens = max_tokens_per_micro_batch
-        self._updates_per_batch = updates_per_batch
+        self.updates_per_batch = updates_per_batch
         self._outcomes: list[Outcome] = []
 
     @property
@@ -129,13 +128,13 @@ class FlashReinforce(pl.LightningModule):
         rewards = self._of_all_ranks(batch.rewards)
         centred = advantages(
             rewards,
-            baseline=self._baseline,
+            baseline=self.baseline,
             groups=self._of_all_ranks(batch.groups),
             positive_only=self._positive_only,
         )
         first = self.global_rank * len(batch)
         mine = centred[first : first + len(batch)]
-        parts = _split(len(batch), self._updates_per_batch)
+        parts = _split(len(batch), self.updates_per_batch)
         *_, update = [self._update(batch.subset(rows), mine[list(rows)]) for rows in parts]
         uniform = float((rewards == rewards[0]).all())
         self._log_update(update, rewards, uniform)
@@ -265,7 +264,7 @@ class FlashReinforce(pl.LightningModule):
             if isinstance(result, Trajectory):
                 self._outcomes.append(Outcome(result.task_id, result.success, result.reward))
             else:
-                self._outcomes.append(Outcome(f"unplayed/{len(self._outcomes)}", None, None))
+                self._outcomes.append(Outcome(result.task_id, None, None))
 
     def on_validation_epoch_end(self) -> None:
         self._report_evaluation("val")
@@ -301,8 +300,9 @@ class FlashReinforce(pl.LightningModule):
             **{f"{split}/pass@{k}": score.mean for k, score in result.pass_at.items() if k > 1},
         }
         self.log_dict(values, rank_zero_only=False, sync_dist=False)
-        if self.trainer.sanity_checking and self.logger is not None:  # the score before the first update
-            self.logger.log_metrics(values, step=self.policy_version)
+        if self.trainer.sanity_checking:  # the score before the first update, which Lightning would not log
+            for logger in self.trainer.loggers:
+                logger.log_metrics(values, step=self.policy_version)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -192,6 +192,34 @@ def test_wrong_settings_name_themselves(settings, message):
         RolloutDataModule(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("learner", "rollouts", "message"),
+    [
+        ({"updates_per_batch": 2}, {}, "updates_per_batch"),
+        ({"baseline": "group"}, {"mode": "sync"}, "rollouts_per_task"),
+        ({"baseline": "group"}, {"rollouts_per_task": 2}, "sync"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(tiny_model, tmp_path, learner, rollouts, message):
+    with pytest.raises(ValueError, match=message):
+        run(tiny_model, tmp_path, steps=1, module_settings=learner, **rollouts)
+
+
+def test_a_group_baseline_and_a_second_fit_go_on_drawing(tiny_model, tmp_path):
+    seen, _, module, data, _ = run(
+        tiny_model, tmp_path, steps=2, module_settings={"baseline": "group"}, mode="sync", rollouts_per_task=4
+    )
+    assert module.policy_version == 2
+    assert data.state_dict()["ledger"]["closed"] == {"trained": 16}
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=1, max_epochs=-1, logger=False, enable_checkpointing=False,
+        default_root_dir=tmp_path, enable_progress_bar=False, num_sanity_val_steps=0, limit_val_batches=0,
+        callbacks=[WeightSync(), again := Recorder()],
+    )  # fmt: skip
+    trainer.fit(module, datamodule=data)
+    assert not set(again.rollouts) & set(seen.rollouts)
+
+
 def test_a_context_larger_than_the_engines_is_refused(tiny_model, tmp_path):
     with pytest.raises(ValueError, match="max_context"):
         run(tiny_model, tmp_path, steps=1, limits=EpisodeLimits(max_context=999))

@@ -12,6 +12,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from fr_lightning.rollout.runner import derived_seed
@@ -41,17 +42,18 @@ class TaskSource:
             seed = derived_seed(self.seed, self.split, group)
             return Task(id=f"{self.split}/{group}", seed=seed, split=self.split, group=group)
         epoch, place = divmod(group, len(self.rows))
-        index = self._order(epoch)[place]
+        index = _epoch_order(len(self.rows), self.seed, epoch)[place]
         row = self.rows[index]
         name = str(row.get("id", index))
         seed = derived_seed(self.seed, self.split, index)
         return Task(id=f"{self.split}/{name}", seed=seed, row=row, split=self.split, group=group)
 
-    def _order(self, epoch: int) -> list[int]:
-        assert self.rows is not None
-        order = list(range(len(self.rows)))
-        random.Random(derived_seed(self.seed, "epoch", epoch)).shuffle(order)
-        return order
+
+@lru_cache(maxsize=4)
+def _epoch_order(rows: int, seed: int, epoch: int) -> tuple[int, ...]:
+    order = list(range(rows))
+    random.Random(derived_seed(seed, "epoch", epoch)).shuffle(order)
+    return tuple(order)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 STALE = "stale"
+CLOSE_SECONDS = 10.0
+ALL_BUT_NONE = 0.999
+"""An evaluation reports what could not be played, and stops only where nothing can."""
 
 
 class PoolFailed(RuntimeError):
@@ -57,7 +60,8 @@ def wait(future: concurrent.futures.Future[T], check: Callable[[], None] = lambd
     try:
         while not future.done():
             concurrent.futures.wait([future], timeout=0.1)
-            check()
+            if not future.done():
+                check()
         return future.result()
     except BaseException:
         future.cancel()
@@ -97,6 +101,8 @@ class LoopThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout=5.0)
         self._executor.shutdown(wait=False, cancel_futures=True)
+        if not self._thread.is_alive():
+            self.loop.close()
 
 
 class Pool:
@@ -141,8 +147,9 @@ class Pool:
         self._space = asyncio.Event()
         self._seats: list[asyncio.Task[None]] = []
         self._spare_envs: list[Environment] = []
+        self._closing: set[asyncio.Future[None]] = set()
         self._recent: deque[EpisodeFailed | None] = deque(maxlen=64)
-        self._broken: BaseException | None = None
+        self._broken: BaseException | None = None  # what killed a seat: a fault of our own
         self._in_training: list[str] = []
         self.queue = CompletionQueue(
             batch_size,
@@ -175,7 +182,7 @@ class Pool:
 
         def check_all() -> None:
             check()
-            self._raise_if_broken()
+            self._raise_if_broken(self._retry.max_failure_share)
 
         batch = self.queue.take(version, check_all)
         self._in_training += [trajectory.rollout_id for trajectory in batch]
@@ -214,26 +221,26 @@ class Pool:
         batch: list[Trajectory] = []
         while len(batch) < self.batch_size:
             rollouts = [self.ledger.draw() for _ in range(self.batch_size - len(batch))]
-            results = self._thread.run(self._play_together(rollouts), check)
+            results = self._thread.run(self._play_together(rollouts, self.runner), check)
             for rollout, result in zip(rollouts, results, strict=True):
                 if isinstance(result, Trajectory):
                     batch.append(result)
                 else:
                     self.ledger.close(rollout.id, result.kind)
-            self._raise_if_broken()
+            self._raise_if_broken(self._retry.max_failure_share)
         self._in_training += [trajectory.rollout_id for trajectory in batch]
         return batch
 
-    async def _play_together(self, rollouts: Sequence[Rollout]) -> list[Trajectory | EpisodeFailed]:
+    async def _play_together(self, rollouts: Sequence[Rollout], runner: Runner) -> list[Trajectory | EpisodeFailed]:
         """In waves of `concurrency` episodes; those that failed play again, together, in the next wave."""
         results: dict[str, Trajectory | EpisodeFailed] = {}
         waiting = deque((rollout, 0) for rollout in rollouts)
         while waiting:
             wave = [waiting.popleft() for _ in range(min(self._concurrency, len(waiting)))]
             names = [_attempt_name(rollout.id, attempt) for rollout, attempt in wave]
-            runner = replace(self.runner, engine=Lockstep(self.runner.engine, names))
+            gated = replace(runner, engine=Lockstep(runner.engine, names))
             played = await asyncio.gather(
-                *(self._attempt(rollout.task, rollout.id, rollout.seed, attempt, runner) for rollout, attempt in wave)
+                *(self._attempt(rollout.task, rollout.id, rollout.seed, attempt, gated) for rollout, attempt in wave)
             )
             for (rollout, attempt), result in zip(wave, played, strict=True):
                 if isinstance(result, EpisodeFailed) and result.retry and attempt + 1 < self._retry.attempts:
@@ -252,37 +259,39 @@ class Pool:
         lockstep: bool,
         check: Callable[[], None] = lambda: None,
     ) -> Iterator[Trajectory | EpisodeFailed]:
-        """Play (task, sample number) pairs, each once, and yield what came of each in the order given."""
-        ids = [f"{task.id}#{sample}" for task, sample in episodes]
+        """Play (task, sample number) pairs, each once, and yield what came of each in the order given.
+
+        Raises:
+            PoolFailed: nothing can be played.
+        """
+
+        def check_all() -> None:
+            check()
+            self._raise_if_broken(ALL_BUT_NONE)
+
+        rollouts = [
+            Rollout(f"{task.id}#{sample}", -1, task, derived_seed(task.seed, "sample", sample))
+            for task, sample in episodes
+        ]
         if lockstep:
-            for start in range(0, len(episodes), self._concurrency):
-                wave = range(start, min(start + self._concurrency, len(episodes)))
-                gate = Lockstep(runner.engine, [_attempt_name(ids[i], 0) for i in wave])
-                once = replace(runner, engine=gate)
-
-                async def together(wave: range = wave, once: Runner = once) -> list[Trajectory | EpisodeFailed]:
-                    seeds = [derived_seed(episodes[i][0].seed, "sample", episodes[i][1]) for i in wave]
-                    return await asyncio.gather(
-                        *(
-                            self._attempt(episodes[i][0], ids[i], seed, 0, once)
-                            for i, seed in zip(wave, seeds, strict=True)
-                        )
-                    )
-
-                yield from self._thread.run(together(), check)
+            for start in range(0, len(rollouts), self._concurrency):
+                wave = rollouts[start : start + self._concurrency]
+                played = self._thread.run(self._play_together(wave, runner), check_all)
+                check_all()
+                yield from played
             return
         seats = asyncio.Semaphore(self._concurrency)
 
-        async def seated(task: Task, sample: int, name: str) -> Trajectory | EpisodeFailed:
+        async def seated(rollout: Rollout) -> Trajectory | EpisodeFailed:
             async with seats:
-                return await self._attempts(task, name, derived_seed(task.seed, "sample", sample), runner)
+                return await self._attempts(rollout.task, rollout.id, rollout.seed, runner)
 
-        futures = [
-            self._thread.submit(seated(task, sample, name)) for (task, sample), name in zip(episodes, ids, strict=True)
-        ]
+        futures = [self._thread.submit(seated(rollout)) for rollout in rollouts]
         try:
             for future in futures:
-                yield wait(future, check)
+                result = wait(future, check_all)
+                check_all()
+                yield result
         finally:
             for future in futures:
                 future.cancel()
@@ -311,11 +320,14 @@ class Pool:
             env = self._spare_envs.pop() if self._spare_envs else await self._fresh_env()
             trajectory = await runner.play(task, env, rollout_id=name, seed=derived_seed(seed, attempt))
         except EpisodeFailed as failure:
+            failure.task_id = task.id
             await runner.engine.forget(name)
             self._book(failure)
-            if env is not None:
-                self._discard(env)  # its state is unknown
+            self._discard(env)  # its state is unknown
             return failure
+        except BaseException:  # cancelled: the run ends
+            self._discard(env)
+            raise
         self._spare_envs.append(env)
         self._book(None)
         return replace(trajectory, rollout_id=rollout_id)
@@ -326,11 +338,17 @@ class Pool:
         except Exception as error:  # anybody's code
             raise EpisodeFailed("env_error", "the environment's constructor", error) from error
 
-    def _discard(self, env: Environment) -> None:
+    def _discard(self, env: Environment | None) -> None:
         close = getattr(env, "close", None)
         if close is not None:
             closing = asyncio.get_running_loop().run_in_executor(None, close)
-            closing.add_done_callback(lambda future: future.cancelled() or future.exception())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closed)
+
+    def _closed(self, closing: asyncio.Future[None]) -> None:
+        self._closing.discard(closing)
+        if not closing.cancelled() and closing.exception() is not None:
+            logger.warning("An environment failed to close: %s", closing.exception())
 
     def _book(self, failure: EpisodeFailed | None) -> None:
         self._recent.append(failure)
@@ -339,28 +357,33 @@ class Pool:
         if not self.failures[failure.kind]:
             logger.warning("An episode failed and is retried (further ones are counted): %s", failure)
         self.failures[failure.kind] += 1
-        failed = [entry for entry in self._recent if entry is not None]
-        share = len(failed) / len(self._recent)
-        if len(self._recent) >= min(16, 2 * self._concurrency) and share > self._retry.max_failure_share:
-            (where, count), *_ = Counter(entry.where for entry in failed).most_common(1)
-            latest = next(entry for entry in reversed(failed) if entry.where == where)
-            self._broken = PoolFailed(
-                f"{share:.0%} of the latest {len(self._recent)} episodes failed, {count} of them in {where}; "
-                f"the latest: {latest}"
-            )
-            self._broken.__cause__ = latest.__cause__
 
-    def _raise_if_broken(self) -> None:
+    def _raise_if_broken(self, max_failure_share: float) -> None:
+        """Tell the learner when waiting makes no sense: a seat has died, or too many of the latest attempts failed."""
         if self._broken is not None:
             raise self._broken
+        recent = list(self._recent)
+        failed = [entry for entry in recent if entry is not None]
+        if len(recent) < min(16, 2 * self._concurrency) or len(failed) <= max_failure_share * len(recent):
+            return
+        (where, count), *_ = Counter(entry.where for entry in failed).most_common(1)
+        latest = next(entry for entry in reversed(failed) if entry.where == where)
+        raise PoolFailed(
+            f"{len(failed) / len(recent):.0%} of the latest {len(recent)} episodes failed, {count} of them in {where}; "
+            f"the latest: {latest}"
+        ) from latest.__cause__
 
     # -- bookkeeping and end -----------------------------------------------------------------------------------------
 
-    def published(self) -> None:
-        """The update made of the last batch is in the engine: its rollouts are trained, their places free."""
+    def trained(self) -> None:
+        """The update made of the last batch is done, whether or not the engine has it yet: its rollouts are trained."""
         for rollout_id in self._in_training:
             self.ledger.close(rollout_id, TRAINED)
         self._in_training = []
+
+    def published(self) -> None:
+        """That update is in the engine: the places of its rollouts are free."""
+        self.trained()
         self.queue.published()
 
     def stop(self) -> None:
@@ -373,8 +396,10 @@ class Pool:
             for env in self._spare_envs:
                 self._discard(env)
             self._spare_envs = []
+            if self._closing:
+                await asyncio.wait(self._closing, timeout=CLOSE_SECONDS)
 
-        self._thread.run(empty())
+        self._thread.submit(empty()).result(timeout=2 * CLOSE_SECONDS)
         self._seats = []
 
 

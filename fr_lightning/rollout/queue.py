@@ -28,10 +28,6 @@ LagPolicy = Literal["wait", "drop"]
 POLL_SECONDS = 0.05
 
 
-class Interrupted(Exception):
-    """The learner was told to stop while it waited for a batch."""
-
-
 @dataclass(frozen=True)
 class LagLimit:
     """How stale a trajectory may be when it is trained on.
@@ -152,12 +148,6 @@ class CompletionQueue:
                 del self._all[rollout_id]
         self._on_space()
         return done
-
-    @property
-    def waiting(self) -> int:
-        """Completed trajectories not yet taken."""
-        with self._condition:
-            return sum(entry.trajectory is not None and not entry.in_training for entry in self._all.values())
 
     @property
     def running(self) -> int:

@@ -31,6 +31,7 @@ class EpisodeFailed(RuntimeError):
         self.kind: FailureKind = kind
         self.where = where
         self.retry = retry
+        self.task_id = ""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,21 @@
 """Each metric against a batch small enough to work out by hand."""
 
+import math
+
 import pytest
 import torch
 
-from fr_lightning.callbacks import Curves, Drift, Entropy, Lag, Length, ToolCalls, Transcripts, Truncation
+from fr_lightning.callbacks import (
+    Curves,
+    Drift,
+    Entropy,
+    EnvironmentMetrics,
+    Lag,
+    Length,
+    ToolCalls,
+    Transcripts,
+    Truncation,
+)
 from fr_lightning.module import Update
 from fr_lightning.trajectory import Timing, Trajectory, TrajectoryBatch, Turn
 
@@ -46,6 +58,19 @@ def update() -> Update:
 
 def test_entropy_is_a_mean_over_tokens(update):
     assert Entropy().measure(update) == {"entropy/mean": 1.75, "entropy/failed": 2.0, "entropy/solved": 1.0}
+
+
+def test_what_a_batch_does_not_show_is_nan(update):
+    update.batch = update.batch.subset([0, 0])
+    for measured in (Entropy().measure(update), Length().measure(update)):
+        assert all(math.isnan(value) == name.endswith("/failed") for name, value in measured.items())
+
+
+def test_environment_metrics_average_over_those_that_report(update):
+    update.batch[0].metrics["moves"] = 3.0
+    assert EnvironmentMetrics().measure(update) == {"env/moves": 3.0}
+    update.batch[1].metrics.update(moves=5.0, doors=1.0)
+    assert EnvironmentMetrics().measure(update) == {"env/doors": 1.0, "env/moves": 4.0}
 
 
 def test_length(update):

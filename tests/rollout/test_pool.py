@@ -1,6 +1,9 @@
 """Many episodes at once: overlap, retries, exactly-once accounting, and the same batch in every sync run."""
 
+import asyncio
 import random
+import subprocess
+import sys
 import threading
 import time
 
@@ -9,7 +12,7 @@ from scripted_engine import ScriptedEngine
 
 from fr_lightning.envs.base import TextEnv
 from fr_lightning.rollout.ledger import Ledger, TaskSource
-from fr_lightning.rollout.pool import LoopThread, Pool, PoolFailed, RetryPolicy
+from fr_lightning.rollout.pool import LoopThread, Pool, PoolFailed, RetryPolicy, wait
 from fr_lightning.rollout.queue import LagLimit
 from fr_lightning.rollout.runner import EpisodeFailed, Runner
 from fr_lightning.trajectory import Task, Trajectory
@@ -254,5 +257,94 @@ def test_evaluation_plays_each_episode_once_in_order(thread, chat, lockstep):
         else:
             assert isinstance(result, Trajectory)
             assert result.task_id == task.id
+    assert all(r.task_id == "validation/3" for r in results if isinstance(r, EpisodeFailed))
     assert pool.ledger.drawn == 0  # evaluation draws nothing from training
     pool.stop()
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_evaluation_retries_and_stops_early_when_nothing_works(thread, chat, lockstep):
+    failed = set()
+
+    def once(env):
+        if env.task_seed not in failed:
+            failed.add(env.task_seed)
+            raise RuntimeError("first time")
+
+    episodes = [(Task(id=f"validation/{n}", seed=n), 0) for n in range(100)]
+    settings = {"retry": RetryPolicy(attempts=2, backoff=0.0, max_failure_share=1.0)}
+    pool = make_pool(thread, chat, env=lambda: Echo(fail=once), **settings)
+    assert all(isinstance(r, Trajectory) for r in pool.evaluate(episodes[:9], pool.runner, lockstep=lockstep))
+    pool.stop()
+
+    def always(env):
+        raise FileNotFoundError("games/valid.json")
+
+    pool = make_pool(thread, chat, env=lambda: Echo(fail=always))
+    with pytest.raises(PoolFailed, match=r"games/valid\.json"):
+        list(pool.evaluate(episodes, pool.runner, lockstep=lockstep))
+    pool.stop()
+
+
+def test_every_environment_is_closed_in_flight_or_not(thread, chat):
+    opened, closed = [], []
+
+    class Owner(Echo):
+        def __init__(self):
+            super().__init__(nap=lambda: 0.05)
+            opened.append(self)
+
+        def close(self):
+            closed.append(self)
+
+    pool = make_pool(thread, chat, env=Owner)
+    pool.start()
+    pool.next_batch(0)
+    pool.stop()
+    assert len(opened) == len(closed) == len(set(map(id, closed)))
+
+
+def test_a_step_that_is_made_is_booked_before_it_is_published(thread, chat):
+    pool = make_pool(thread, chat)
+    pool.start()
+    pool.next_batch(0)
+    pool.trained()  # the engine may die, or SIGTERM come, before the publication
+    assert pool.ledger.counts["trained"] == 4
+    pool.published()
+    assert pool.ledger.counts["trained"] == 4
+    pool.stop()
+
+
+def test_waiting_for_a_result_that_is_there_is_not_interrupted(thread):
+    def check():
+        raise KeyboardInterrupt
+
+    async def soon():
+        await asyncio.sleep(0.05)
+        return 7
+
+    assert wait(thread.submit(soon()), check) == 7
+
+
+HANGING = """
+import asyncio, sys, time
+from fr_lightning.envs.base import TextEnv
+
+class Hangs(TextEnv):
+    def step(self, action):
+        time.sleep(3600)
+
+async def main():
+    try:
+        async with asyncio.timeout(0.2):
+            await Hangs().astep("x")
+    except TimeoutError:
+        print("gave up", flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_an_environment_that_hangs_does_not_keep_the_process():
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("gave up", 0)

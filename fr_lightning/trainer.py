@@ -5,6 +5,7 @@ Invariant: what a user may drop or replace is in the YAML; what may not be dropp
 
 from __future__ import annotations
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from fr_lightning.callbacks import Transcripts, WeightSync
@@ -32,6 +33,13 @@ class FlashCLI(LightningCLI):
             }
         )
 
+    def before_instantiate_classes(self) -> None:
+        trainer = self.config[self.subcommand].trainer
+        if trainer.enable_progress_bar is False:  # Lightning would refuse the combination
+            trainer.callbacks = [
+                callback for callback in trainer.callbacks or [] if not callback.class_path.endswith("Progress")
+            ]
+
     def instantiate_classes(self) -> None:
         """Build trainer, learner and rollouts from the settings.
 
@@ -40,7 +48,7 @@ class FlashCLI(LightningCLI):
         """
         try:
             super().instantiate_classes()
-        except (ValueError, ImportError, FileNotFoundError) as error:
+        except (ValueError, ImportError, FileNotFoundError, MisconfigurationException) as error:
             raise WrongSetting(str(error)) from error
 
     @staticmethod

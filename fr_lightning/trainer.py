@@ -34,6 +34,7 @@ class FlashCLI(LightningCLI):
         )
 
     def before_instantiate_classes(self) -> None:
+        assert self.subcommand is not None
         trainer = self.config[self.subcommand].trainer
         if trainer.enable_progress_bar is False:  # Lightning would refuse the combination
             trainer.callbacks = [

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,8 +27,6 @@ from fr_lightning.rollout.pool import LoopThread, Pool, RetryPolicy, wait
 from fr_lightning.rollout.queue import LagLimit
 from fr_lightning.rollout.runner import EpisodeFailed, EpisodeLimits, Runner, derived_seed
 from fr_lightning.trajectory import Task, Trajectory, TrajectoryBatch
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,6 @@ class RolloutDataModule(pl.LightningDataModule):
         self._ledger: Ledger | None = None
         self._ledger_state: Mapping[str, Any] | None = None
         self._reference_env: TextEnv | None = None
-        self._episodes: list[tuple[Task, int]] = []
         self.published_version: int | None = None
         """Version of the weights last put into the engine; None: none yet."""
         self._closing = threading.Lock()
@@ -252,9 +248,9 @@ class RolloutDataModule(pl.LightningDataModule):
             thread, self._thread = self._thread, None
             if thread is None:
                 return
-            pool, self._pool = self._pool, None
             if self._ledger is not None:
-                self._ledger_state = self.state_dict()["ledger"]
+                self._ledger_state = self.state_dict()["ledger"]  # while the pool is there to book its last batch
+            pool, self._pool = self._pool, None
             with contextlib.ExitStack() as ending:  # each step is taken whatever becomes of the others
                 ending.callback(thread.stop)
                 ending.callback(lambda: thread.submit(self.engine.close()).result(timeout=60.0))

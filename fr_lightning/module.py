@@ -190,7 +190,7 @@ class FlashReinforce(pl.LightningModule):
                 ratios.append((int(tokens.sum()), result.importance_ratio))
         update.ratio_mean = sum(n * float(r.mean) for n, r in ratios) / sum(n for n, _ in ratios)
         update.ratio_max = max(float(r.max) for _, r in ratios)
-        update.gradient_norm = self._clip(optimizer)
+        update.gradient_norm = self._clip()
         optimizer.step()
         schedulers = self.lr_schedulers()
         if schedulers is not None and not isinstance(schedulers, list):
@@ -198,7 +198,7 @@ class FlashReinforce(pl.LightningModule):
         self.policy_version += 1
         return update
 
-    def _clip(self, optimizer: Any) -> float:
+    def _clip(self) -> float:
         limit = float("inf") if self._gradient_clip is None else self._gradient_clip
         norm = torch.nn.utils.clip_grad_norm_(self.parameters(), limit)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # FSDP2

@@ -220,6 +220,19 @@ def test_a_group_baseline_and_a_second_fit_go_on_drawing(tiny_model, tmp_path):
     assert not set(again.rollouts) & set(seen.rollouts)
 
 
+def test_a_run_that_fails_before_publication_has_booked_the_step_it_made(tiny_model, tmp_path, monkeypatch):
+    seen = []
+
+    def fail(self, trainer, pl_module, outputs, batch, batch_idx):
+        seen.append(trainer.datamodule)
+        raise RuntimeError("before the publication")
+
+    monkeypatch.setattr(WeightSync, "on_train_batch_end", fail)
+    with pytest.raises(RuntimeError, match="before the publication"):
+        run(tiny_model, tmp_path, steps=2, mode="sync")
+    assert seen[0].state_dict()["ledger"]["closed"] == {"trained": 8}
+
+
 def test_a_context_larger_than_the_engines_is_refused(tiny_model, tmp_path):
     with pytest.raises(ValueError, match="max_context"):
         run(tiny_model, tmp_path, steps=1, limits=EpisodeLimits(max_context=999))

@@ -61,8 +61,9 @@ format: $(VENV)/.dev  ## put the style right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-embedded-policy: $(VENV)/.ready  ## make the embedded policy's weights anew
-	$(BIN)/python -m fr_lightning.assets.embedded
+embedded-policy: $(VENV)/.ready  ## make the embedded policies' weights anew
+	$(BIN)/python -m fr_lightning.assets.embedded embedded
+	$(BIN)/python -m fr_lightning.assets.embedded embedded:python_tool
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

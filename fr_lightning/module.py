@@ -24,6 +24,7 @@ from fr_lightning.datamodule import PlayedEpisodes
 from fr_lightning.evaluation import Evaluation, Outcome, evaluate
 from fr_lightning.objective import ImportanceRatio, Objective, policy_loss
 from fr_lightning.packing import micro_batches
+from fr_lightning.parallel import shard
 from fr_lightning.policy import Policy, PolicyConfig
 from fr_lightning.rollout.runner import EpisodeFailed
 from fr_lightning.trajectory import Trajectory, TrajectoryBatch
@@ -111,6 +112,9 @@ class FlashReinforce(pl.LightningModule):
     def configure_model(self) -> None:
         if self.policy is None:
             self.policy = Policy(self.policy_config)
+            mesh = self.device_mesh  # of Lightning's ModelParallelStrategy
+            if mesh is not None:
+                shard(self.policy, mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
         optimizer = self._make_optimizer(self.parameters())
@@ -179,8 +183,7 @@ class FlashReinforce(pl.LightningModule):
                     entropies=out.entropies,
                     failed=failed[real].to(self.device),
                 )
-                # data-parallel strategies average gradients over ranks; the objective is a sum over them
-                self.manual_backward(result.loss * self.world_size)
+                self.manual_backward(result.loss)
             if rows:
                 tokens = padded.policy_mask.sum(dim=1)
                 update.drift[rows] = result.drift.cpu()
@@ -191,6 +194,10 @@ class FlashReinforce(pl.LightningModule):
                 ratios.append((int(tokens.sum()), result.importance_ratio))
         update.ratio_mean = sum(n * float(r.mean) for n, r in ratios) / sum(n for n, _ in ratios)
         update.ratio_max = max(float(r.max) for _, r in ratios)
+        if self.world_size > 1:
+            # Strategies average gradients over ranks; the objective is a sum over them. Put right here and not in the
+            # loss: models compute parts of their backward in float32, where a factor of 3 would round.
+            torch._foreach_mul_([p.grad for p in self.parameters() if p.grad is not None], float(self.world_size))
         update.gradient_norm = self._clip()
         optimizer.step()
         schedulers = self.lr_schedulers()

@@ -82,6 +82,7 @@ class Curriculum:
     folder: str
     envs: tuple[tuple[Callable[[], TextEnv], float], ...]
     steps: int
+    batch_size: int
     max_context: int
 
     def lessons(self, skill: float = 1.0) -> list[Lesson]:
@@ -89,13 +90,17 @@ class Curriculum:
 
 
 def _python_tool() -> TextEnv:
-    problems = ProblemSet(kinds=("arithmetic", "modular", "counting"), difficulties=(1, 2), rows=20_000)
+    problems = ProblemSet(kinds=("arithmetic", "modular"), difficulties=(1, 2), rows=20_000)
     return PythonToolEnv(ProblemMix((problems,), seed=1), prompt="plain", max_calls=2)
 
 
 POLICIES = {
-    "embedded": Curriculum("embedded_policy", ((CalculatorEnv, 3.0), (ArithmeticEnv, 1.0)), steps=400, max_context=512),
-    "embedded:python_tool": Curriculum("python_tool_policy", ((_python_tool, 1.0),), steps=500, max_context=512),
+    "embedded": Curriculum(
+        "embedded_policy", ((CalculatorEnv, 3.0), (ArithmeticEnv, 1.0)), steps=400, batch_size=64, max_context=512
+    ),
+    "embedded:python_tool": Curriculum(
+        "python_tool_policy", ((_python_tool, 1.0),), steps=450, batch_size=24, max_context=384
+    ),
 }
 
 
@@ -139,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", default="embedded", choices=POLICIES)
     parser.add_argument("--steps", type=int, default=None, help="optimizer steps of the warm start; default: its own")
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=None, help="demonstrations per step; default: its own")
     parser.add_argument("--output", type=Path, default=None, help="default: its place in the package")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
@@ -169,7 +174,13 @@ def main() -> None:
     for phase, (skill, share, learning_rate) in enumerate(PHASES):
         stream = demonstrations(curriculum.lessons(skill), chat, chosen.seed + phase, curriculum.max_context)
         steps = max(1, round(share * (chosen.steps or curriculum.steps)))
-        losses = train(policy, stream, steps=steps, batch_size=chosen.batch_size, learning_rate=learning_rate)
+        losses = train(
+            policy,
+            stream,
+            steps=steps,
+            batch_size=chosen.batch_size or curriculum.batch_size,
+            learning_rate=learning_rate,
+        )
         for step, loss in enumerate(track(losses, total=steps, description=f"demonstrators of skill {skill:g}")):
             if step % 50 == 0 or step == steps - 1:
                 print(f"step {step}: {loss:.4f} nats per token", flush=True)

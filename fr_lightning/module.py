@@ -24,7 +24,7 @@ from fr_lightning.datamodule import PlayedEpisodes
 from fr_lightning.evaluation import Evaluation, Outcome, evaluate
 from fr_lightning.objective import ImportanceRatio, Objective, policy_loss
 from fr_lightning.packing import micro_batches
-from fr_lightning.parallel import shard
+from fr_lightning.parallel import gather_objects, shard
 from fr_lightning.policy import Policy, PolicyConfig
 from fr_lightning.rollout.runner import EpisodeFailed
 from fr_lightning.trajectory import Trajectory, TrajectoryBatch
@@ -290,11 +290,7 @@ class FlashReinforce(pl.LightningModule):
         return batch
 
     def _report_evaluation(self, split: str) -> None:
-        outcomes = self._outcomes
-        if self.world_size > 1:
-            gathered: list[list[Outcome]] = [[] for _ in range(self.world_size)]
-            torch.distributed.all_gather_object(gathered, outcomes)
-            outcomes = [outcome for of_rank in gathered for outcome in of_rank]
+        outcomes = [outcome for of_rank in gather_objects(self._outcomes) for outcome in of_rank]
         result = self.last_evaluation = evaluate(outcomes)
         values = {
             f"{split}/success": result.success.mean,

@@ -10,10 +10,11 @@ import math
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from fr_lightning.module import FlashReinforce
 from fr_lightning.objective import Objective
+from fr_lightning.parallel import FSDP2
 from fr_lightning.policy import Policy, PolicyConfig
 from fr_lightning.trajectory import Trajectory, TrajectoryBatch
 from fr_lightning.weights import whole_tensors
@@ -78,12 +79,12 @@ class Once:
         return 1
 
 
-def strategy_named(name: str, ranks: int) -> Strategy | str:
+def strategy_named(name: str) -> Strategy | str:
     match name:
         case "ddp":
             return DDPStrategy(process_group_backend="gloo")
         case "fsdp2":
-            return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1, process_group_backend="gloo")
+            return FSDP2(process_group_backend="gloo")
     return "auto"
 
 
@@ -100,7 +101,7 @@ def gradient(args: argparse.Namespace, objective: Objective, batch: TrajectoryBa
         accelerator="cpu",
         devices=args.ranks,
         num_nodes=args.nodes,
-        strategy=strategy_named(args.strategy, args.ranks * args.nodes),
+        strategy=strategy_named(args.strategy),
         max_steps=1,
         logger=False,
         enable_checkpointing=False,

@@ -21,6 +21,7 @@ CONFIGS_HELP = """commands:
   doctor      what this machine has, and what is missing
   play        play an environment yourself in the terminal
   warm-start  supervised training on an environment's own expert
+  export      the policy of a checkpoint as a plain Hugging Face folder
 
 `fr-lightning COMMAND --help` explains every setting. A bare file name is also looked for among the configurations that
 come with the package: `--config quickstart.yaml`. Several --config are merged, later ones win; so do options after

@@ -197,7 +197,9 @@ class FlashReinforce(pl.LightningModule):
         if self.world_size > 1:
             # Strategies average gradients over ranks; the objective is a sum over them. Put right here and not in the
             # loss: models compute parts of their backward in float32, where a factor of 3 would round.
-            torch._foreach_mul_([p.grad for p in self.parameters() if p.grad is not None], float(self.world_size))
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.world_size)
         update.gradient_norm = self._clip()
         optimizer.step()
         schedulers = self.lr_schedulers()

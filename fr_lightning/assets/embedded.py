@@ -21,6 +21,7 @@ from fr_lightning.envs.arithmetic import ArithmeticEnv, CalculatorEnv
 from fr_lightning.envs.base import TextEnv
 from fr_lightning.envs.math_data import ProblemMix, ProblemSet
 from fr_lightning.envs.python_tool import PythonToolEnv
+from fr_lightning.models import load_tokenizer
 from fr_lightning.policy import Policy, PolicyConfig
 from fr_lightning.rollout.conversation import ChatFormat
 from fr_lightning.warm_start import Lesson, demonstrations, save, train
@@ -77,13 +78,16 @@ PHASES = ((1.0, 0.85, 2e-3), (0.25, 0.15, 5e-4))
 
 @dataclass(frozen=True)
 class Curriculum:
-    """What one policy is shown: `envs` are pairs of an environment's maker and its weight."""
+    """What one policy is shown: `envs` are pairs of an environment's maker and its weight. `base` is the policy it
+    begins as; None: random weights, and a tokenizer of its own.
+    """
 
     folder: str
     envs: tuple[tuple[Callable[[], TextEnv], float], ...]
     steps: int
     batch_size: int
     max_context: int
+    base: str | None = None
 
     def lessons(self, skill: float = 1.0) -> list[Lesson]:
         return [Lesson(make, skill, weight) for make, weight in self.envs]
@@ -99,7 +103,7 @@ POLICIES = {
         "embedded_policy", ((CalculatorEnv, 3.0), (ArithmeticEnv, 1.0)), steps=400, batch_size=64, max_context=512
     ),
     "embedded:python_tool": Curriculum(
-        "python_tool_policy", ((_python_tool, 1.0),), steps=450, batch_size=24, max_context=384
+        "python_tool_policy", ((_python_tool, 1.0),), steps=300, batch_size=32, max_context=384, base="embedded"
     ),
 }
 
@@ -140,19 +144,8 @@ def corpus(lessons: list[Lesson]) -> list[str]:
     return texts
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", nargs="?", default="embedded", choices=POLICIES)
-    parser.add_argument("--steps", type=int, default=None, help="optimizer steps of the warm start; default: its own")
-    parser.add_argument("--batch-size", type=int, default=None, help="demonstrations per step; default: its own")
-    parser.add_argument("--output", type=Path, default=None, help="default: its place in the package")
-    parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args()
-    curriculum = POLICIES[chosen.name]
-    output = chosen.output or FOLDER / curriculum.folder
-
-    torch.manual_seed(chosen.seed)
-    tokenizer = build_tokenizer(corpus(curriculum.lessons()))
+def newborn(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """A model of random weights and its tokenizer."""
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=192,
@@ -167,9 +160,26 @@ def main() -> None:
         eos_token_id=SPECIAL.index("<|im_end|>"),
         pad_token_id=SPECIAL.index("<|endoftext|>"),
     )
-    Qwen3ForCausalLM(config).save_pretrained(output)
-    tokenizer.save_pretrained(output)
-    policy = Policy(PolicyConfig(name=str(output)))
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", default="embedded", choices=POLICIES)
+    parser.add_argument("--steps", type=int, default=None, help="optimizer steps of the warm start; default: its own")
+    parser.add_argument("--batch-size", type=int, default=None, help="demonstrations per step; default: its own")
+    parser.add_argument("--output", type=Path, default=None, help="default: its place in the package")
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    curriculum = POLICIES[chosen.name]
+    output = chosen.output or FOLDER / curriculum.folder
+
+    torch.manual_seed(chosen.seed)
+    if curriculum.base is None:
+        newborn(build_tokenizer(corpus(curriculum.lessons())), output)
+    policy = Policy(PolicyConfig(name=curriculum.base or str(output)))
+    tokenizer = load_tokenizer(curriculum.base or str(output))
     chat = ChatFormat(tokenizer)
     for phase, (skill, share, learning_rate) in enumerate(PHASES):
         stream = demonstrations(curriculum.lessons(skill), chat, chosen.seed + phase, curriculum.max_context)

@@ -177,7 +177,7 @@ def test_validation_plays_each_set_of_a_dataset_as_its_plan_says(tiny_model, tmp
         tasks=4, samples=1, sets={"b": SetPlan(tasks=2, samples=3, sampling=Sampling(0.5, max_tokens=2))}
     )
     _, _, module, _, trainer = run(
-        tiny_model, tmp_path, steps=1, validate=True, mode=mode, evaluation=plan,
+        tiny_model, tmp_path, steps=2, validate=True, mode=mode, evaluation=plan,
         env=lambda: MathEnv(ProblemMix((ProblemSet(rows=100),), tuple(sets)), prompt="plain"),
     )  # fmt: skip
     result = module.last_evaluation

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one sample of one task; `success` and `reward` are None where it could not be played."""
+    """What came of one sample of one task; `success` and `reward` are None where it could not be played.
+
+    `metrics` are the environment's own numbers; not every task need report the same.
+    """
 
     task_id: str
     success: bool | None
     reward: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores over all tasks. `unplayed` counts samples that failed for good, out of `samples`."""
+    """Scores over all tasks. `unplayed` counts samples that failed for good, out of `samples`.
+
+    `metrics` holds a score for each of the environment's numbers, over the tasks that report it.
+    """
 
     tasks: int
     samples: int
@@ -42,6 +49,7 @@ class Evaluation:
     success: Score
     reward: Score
     pass_at: dict[int, Score]
+    metrics: dict[str, Score] = field(default_factory=dict)
 
 
 def evaluate(outcomes: Sequence[Outcome]) -> Evaluation:
@@ -73,7 +81,18 @@ def evaluate(outcomes: Sequence[Outcome]) -> Evaluation:
         pass_at={
             k: mean_with_error([pass_at_k(len(played), wins[task], k) for task, played in by_task.items()]) for k in ks
         },
+        metrics=_metrics(list(by_task.values())),
     )
+
+
+def _metrics(tasks: Sequence[Sequence[Outcome]]) -> dict[str, Score]:
+    """Of every number: mean over the tasks that report it of the mean over a task's samples."""
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for played in tasks:
+        for name in sorted({name for outcome in played for name in outcome.metrics}):
+            values = [outcome.metrics[name] for outcome in played if name in outcome.metrics]
+            by_name[name].append(sum(values) / len(values))
+    return {name: mean_with_error(values) for name, values in sorted(by_name.items())}
 
 
 def pass_at_k(samples: int, successes: int, k: int) -> float:

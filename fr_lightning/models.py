@@ -21,7 +21,11 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-EMBEDDED = Path(__file__).parent / "assets" / "embedded_policy"
+EMBEDDED = {
+    "embedded": Path(__file__).parent / "assets" / "embedded_policy",
+    "embedded-alfworld": Path(__file__).parent / "assets" / "alfworld_policy",
+}
+"""Policies that come with the package, by name."""
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The one hub model that also comes from the package index, for machines that reach no hub."""
@@ -42,15 +46,15 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> str:
     """The local folder behind a model's name, fetched or converted when it is not there yet.
 
     Args:
-        name: `embedded`, a folder, a `.gguf` file, or a hub id.
+        name: `embedded` or `embedded-alfworld`, a folder, a `.gguf` file, or a hub id.
         trust_remote_code: also fetch a hub model's own Python files.
 
     Raises:
         FileNotFoundError: nothing by that name here, or neither on the hub nor in its cache.
         ImportError: a GGUF file, and the `gguf` package is missing.
     """
-    if name == "embedded":
-        return _checked(EMBEDDED)
+    if name in EMBEDDED:
+        return _checked(EMBEDDED[name])
     path = Path(name).expanduser()
     if path.is_dir():
         return _checked(path)

@@ -262,7 +262,7 @@ class FlashReinforce(pl.LightningModule):
     def validation_step(self, batch: Iterable[Trajectory | EpisodeFailed], batch_idx: int) -> None:
         for result in batch:
             if isinstance(result, Trajectory):
-                self._outcomes.append(Outcome(result.task_id, result.success, result.reward))
+                self._outcomes.append(Outcome(result.task_id, result.success, result.reward, result.metrics))
             else:
                 self._outcomes.append(Outcome(result.task_id, None, None))
 
@@ -298,6 +298,8 @@ class FlashReinforce(pl.LightningModule):
             f"{split}/reward_standard_error": result.reward.standard_error,
             f"{split}/unplayed": float(result.unplayed),
             **{f"{split}/pass@{k}": score.mean for k, score in result.pass_at.items() if k > 1},
+            **{f"{split}/env/{name}": score.mean for name, score in result.metrics.items()},
+            **{f"{split}/env/{name}_standard_error": score.standard_error for name, score in result.metrics.items()},
         }
         self.log_dict(values, rank_zero_only=False, sync_dist=False)
         if self.trainer.sanity_checking:  # the score before the first update, which Lightning would not log

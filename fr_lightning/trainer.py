@@ -79,3 +79,5 @@ class FlashCLI(LightningCLI):
         print(f"success avg@k {score.success}   reward {score.reward}")
         for k, value in score.pass_at.items():
             print(f"pass@{k} {value}")
+        for name, value in score.metrics.items():
+            print(f"{name} {value}")

@@ -71,7 +71,7 @@ PHASES = ((1.0, 0.85, 2e-3), (0.25, 0.15, 5e-4))
 """(skill of the demonstrators, share of the steps, peak learning rate): first taught well, then led astray."""
 
 
-def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+def build_tokenizer(texts: list[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
     """Byte-level BPE with single digits: any text has tokens, and numbers can be copied digit by digit."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
@@ -79,7 +79,7 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(WORDS),
+        vocab_size=vocabulary - len(WORDS),
         special_tokens=list(SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -115,18 +115,10 @@ def lessons(skill: float = 1.0) -> list[Lesson]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of the warm start")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--output", type=Path, default=FOLDER)
-    parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args()
-
-    torch.manual_seed(chosen.seed)
-    tokenizer = build_tokenizer(corpus())
+def untrained(tokenizer: PreTrainedTokenizerFast, vocabulary: int, folder: Path) -> Policy:
+    """A random Qwen3 of this size, in a folder that the trained one will overwrite."""
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=192,
         num_hidden_layers=4,
         intermediate_size=512,
@@ -139,9 +131,22 @@ def main() -> None:
         eos_token_id=SPECIAL.index("<|im_end|>"),
         pad_token_id=SPECIAL.index("<|endoftext|>"),
     )
-    Qwen3ForCausalLM(config).save_pretrained(chosen.output)
-    tokenizer.save_pretrained(chosen.output)
-    policy = Policy(PolicyConfig(name=str(chosen.output)))
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Policy(PolicyConfig(name=str(folder)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of the warm start")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--output", type=Path, default=FOLDER)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+
+    torch.manual_seed(chosen.seed)
+    tokenizer = build_tokenizer(corpus())
+    policy = untrained(tokenizer, VOCABULARY, chosen.output)
     chat = ChatFormat(tokenizer)
     for phase, (skill, share, learning_rate) in enumerate(PHASES):
         stream = demonstrations(lessons(skill), chat, chosen.seed + phase, max_context=512)

@@ -1,8 +1,8 @@
 """Which ALFWorld games there are: the embedded ones, or a folder of real ones, by split.
 
-Invariant: a game is in a split if the official code would put it there (no movable receptacles, no sliced objects, one of
-the six task types, marked solvable), and one that is left out is left out under a named reason. A folder's index is kept
-in the user's cache and checked by size and time of every file, so a changed game is read again and no other is.
+Invariant: a game is in a split if the official code would put it there (no movable receptacles, no sliced objects, one
+of the six task types, marked solvable), and one that is left out is left out under a named reason. A folder's index is
+kept in the user's cache and checked by size and time of every file, so a changed game is read again and no other is.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class Games:
         base = root / "json_2.1.1" if (root / "json_2.1.1").is_dir() else root
         if not any((base / split).is_dir() for split in SPLITS):
             raise GameDataError(
-                f"{named}, and that folder holds neither json_2.1.1 nor any of {', '.join(SPLITS)}: set it to the folder "
-                "that `alfworld-download` filled, or set `data` to embedded"
+                f"{named}, and that folder holds neither json_2.1.1 nor any of {', '.join(SPLITS)}: set it to the "
+                "folder that `alfworld-download` filled, or set `data` to embedded"
             )
         return _folder(base, old_grammar)
 
@@ -153,7 +153,8 @@ def cache_folder() -> Path:
 def _embedded() -> Games:
     rows = json.loads(gzip.decompress(EMBEDDED.read_bytes()))
     games = [
-        Game(row["id"], row["split"], row["layout"]["task_type"], {"layout": row["layout"]}, row["size"]) for row in rows
+        Game(row["id"], row["split"], row["layout"]["task_type"], {"layout": row["layout"]}, row["size"])
+        for row in rows
     ]
     return Games("the embedded set", games, {})
 

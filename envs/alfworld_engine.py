@@ -122,9 +122,14 @@ class Engine:
         try:
             env.load(data)
             state = env.reset()
-        except (Exception, SystemExit) as error:  # the translator leaves by whatever exception, or exit, its part raises
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # the translator leaves by whatever exception, or exit, its part raises
             self._spare.append(env)
-            raise GameError(f"the engine cannot load it ({type(error).__name__}: {error}): mend or remove it") from error
+            raise GameError(
+                f"the engine cannot load it ({type(error).__name__}: {error}): mend or remove it"
+            ) from error
         for command in commands:
             state, _, _ = env.step(command)
         self._games[key] = env
@@ -166,8 +171,8 @@ class Engine:
             raise GameError(f"it cannot be read ({error.strerror}): set `data` to the folder it is in") from error
         except (ValueError, KeyError, TypeError) as error:
             raise GameError(
-                f"it is no ALFWorld game ({type(error).__name__}: {error}): a game is JSON with pddl_domain, grammar and "
-                "pddl_problem; fetch it again, or remove it"
+                f"it is no ALFWorld game ({type(error).__name__}: {error}): a game is JSON with pddl_domain, grammar "
+                "and pddl_problem; fetch it again, or remove it"
             ) from error
         if OLD_PUT.search(grammar) is None:
             return data

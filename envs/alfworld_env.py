@@ -35,11 +35,13 @@ VERBS = (
 SYSTEM_PROMPTS: dict[ActionFormat, str] = {
     "plain": "You carry out a household task by text commands. Reply to every observation with one command and nothing "
     f"else. The commands are: {VERBS}.",
-    "think": "You carry out a household task by text commands. After every observation, first reason step by step inside "
-    "<think> </think>, then give one command inside <action> </action>. The commands are: "
+    "think": "You carry out a household task by text commands. After every observation, first reason step by step "
+    "inside <think> </think>, then give one command inside <action> </action>. The commands are: "
     f"{VERBS}.",
 }
-THOUGHTFUL = re.compile(r"(?:\s*<think>)?(?:(?!</?think>|</?action>).)*</think>\s*<action>([^<>]*)</action>\s*", re.DOTALL)
+THOUGHTFUL = re.compile(
+    r"(?:\s*<think>)?(?:(?!</?think>|</?action>).)*</think>\s*<action>([^<>]*)</action>\s*", re.DOTALL
+)
 CLOSED = re.compile(r"The (.+) is closed\.$")
 
 
@@ -153,8 +155,8 @@ class ALFWorldEnv(TextEnv):
     def expert_action(self, skill: float = 1.0) -> str:
         """The next command of the game's walkthrough; unskilled, a look somewhere else first.
 
-        A walkthrough knows where things are. An expert of less skill strays to places drawn by chance (and opens what is
-        closed there) before it goes on, which from outside looks like searching.
+        A walkthrough knows where things are. An expert of less skill strays to places drawn by chance (and opens what
+        is closed there) before it goes on, which from outside looks like searching.
         """
         assert self._session is not None
         if self._expert.unknown:

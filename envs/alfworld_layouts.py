@@ -1,8 +1,8 @@
 """Small ALFWorld games of our own: rooms drawn from a seed, for all six task types in three sizes.
 
-Invariant: a layout is a function of seed, task type, size and split; it is solvable by construction, and `main` writes it
-down only after the real engine was won by its walkthrough, and at its last command. What is to be brought where
-(the pair of object and destination, or of object and lamp) is chosen by a hash to be seen in training or not: no game
+Invariant: a layout is a function of seed, task type, size and split; it is solvable by construction, and `main` writes
+it down only after the real engine was won by its walkthrough, and at its last command. What is to be brought where (the
+pair of object and destination, or of object and lamp) is chosen by a hash to be seen in training or not: no game
 of `valid_unseen` asks for a pair that any game of `train` or `valid_seen` asks for.
 
     python -m fr_lightning.envs.alfworld_layouts      # makes the embedded games anew (needs the alfworld extra)
@@ -47,18 +47,19 @@ ROOMS: Mapping[str, tuple[Mapping[str, int], Sequence[str]]] = {  # most of each
         {"CounterTop": 2, "Cabinet": 4, "Drawer": 3, "Fridge": 1, "Microwave": 1, "SinkBasin": 1, "StoveBurner": 2,
          "DiningTable": 1, "GarbageCan": 1, "Shelf": 2, "CoffeeMachine": 1},
         ("Apple", "Bowl", "Bread", "ButterKnife", "Cup", "DishSponge", "Egg", "Fork", "Knife", "Lettuce", "Mug", "Pan",
-         "PepperShaker", "Plate", "Pot", "Potato", "SaltShaker", "SoapBottle", "Spatula", "Spoon", "Tomato", "WineBottle"),
+         "PepperShaker", "Plate", "Pot", "Potato", "SaltShaker", "SoapBottle", "Spatula", "Spoon", "Tomato",
+         "WineBottle"),
     ),
     "bedroom": (
         {"Bed": 1, "Desk": 2, "Drawer": 4, "Shelf": 3, "SideTable": 2, "GarbageCan": 1, "Dresser": 1, "Safe": 1},
-        ("AlarmClock", "BaseballBat", "Book", "Bowl", "CD", "CellPhone", "CreditCard", "KeyChain", "Laptop", "Mug", "Pen",
-         "Pencil", "Pillow"),
+        ("AlarmClock", "BaseballBat", "Book", "Bowl", "CD", "CellPhone", "CreditCard", "KeyChain", "Laptop", "Mug",
+         "Pen", "Pencil", "Pillow"),
     ),
     "livingroom": (
         {"Sofa": 1, "ArmChair": 2, "CoffeeTable": 1, "SideTable": 2, "Drawer": 4, "Shelf": 3, "GarbageCan": 1,
          "TVStand": 1},
-        ("Book", "CreditCard", "KeyChain", "Laptop", "Newspaper", "Pillow", "RemoteControl", "Statue", "TissueBox", "Vase",
-         "Watch", "WateringCan"),
+        ("Book", "CreditCard", "KeyChain", "Laptop", "Newspaper", "Pillow", "RemoteControl", "Statue", "TissueBox",
+         "Vase", "Watch", "WateringCan"),
     ),
     "bathroom": (
         {"CounterTop": 1, "SinkBasin": 2, "Cabinet": 4, "Drawer": 3, "Toilet": 1, "GarbageCan": 1, "Shelf": 2,
@@ -122,13 +123,18 @@ class Layout:
 
         holds, affords = constants.VAL_RECEPTACLE_OBJECTS, constants.VAL_ACTION_OBJECTS
         pool = sorted({*ROOMS[self.room][1], *(kind for kind, _ in self.objects)})
-        kinds = sorted({*pool, "Knife", "ButterKnife"})  # the domain's own actions name these two, and three receptacles
+        kinds = sorted(
+            {*pool, "Knife", "ButterKnife"}
+        )  # the domain's own actions name these two, and three receptacles
         receptacle_kinds = sorted({*self.receptacles, "SinkBasin", "Microwave", "Fridge"})
         places = self._places()
         location = {place: f"loc{number}" for number, place in enumerate(places, start=1)}
         facts = ["atLocation agent1 loc0"]
         for place in places:
-            facts += [f"receptacleType {_id(place)} {place[0]}Type", f"receptacleAtLocation {_id(place)} {location[place]}"]
+            facts += [
+                f"receptacleType {_id(place)} {place[0]}Type",
+                f"receptacleAtLocation {_id(place)} {location[place]}",
+            ]
             if place[0] in OPENABLE:
                 facts.append(f"openable {_id(place)}")
         facts += [
@@ -338,10 +344,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=EMBEDDED)
     parser.add_argument("--train", type=int, default=GAMES["train"], help="training games per task type and size")
-    parser.add_argument("--validation", type=int, default=GAMES["valid_seen"], help="the same, of each validation split")
+    parser.add_argument(
+        "--validation", type=int, default=GAMES["valid_seen"], help="the same, of each validation split"
+    )
     chosen = parser.parse_args()
 
-    from fr_lightning.envs.alfworld_workers import WorkerSettings, Workers
+    from fr_lightning.envs.alfworld_workers import Workers, WorkerSettings
 
     counts = {"train": chosen.train, "valid_seen": chosen.validation, "valid_unseen": chosen.validation}
     rows = []
@@ -351,14 +359,15 @@ def main() -> None:
             session = workers.session(name, {"layout": layout.row()})
             won = [session.start().won, *(session.step(command).won for command in layout.walkthrough())]
             session.close()
-            if won.index(True) != len(won) - 1:
-                raise RuntimeError(f"{name}: the walkthrough wins after {won.index(True)} of {len(won) - 1} commands")
+            if True not in won or won.index(True) != len(won) - 1:
+                raise RuntimeError(f"{name}: the walkthrough does not win by its last command: {won}")
             rows.append({"id": name, "split": split, "size": size, "layout": layout.row()})
     finally:
         workers.close()
     text = json.dumps(rows, separators=(",", ":"))
     chosen.output.write_bytes(gzip.compress(text.encode(), mtime=0))
-    print(f"{len(rows)} games, each won by its walkthrough: {chosen.output} ({chosen.output.stat().st_size / 1024:.0f} KiB)")
+    size = chosen.output.stat().st_size / 1024
+    print(f"{len(rows)} games, each won by its walkthrough: {chosen.output} ({size:.0f} KiB)")
 
 
 if __name__ == "__main__":

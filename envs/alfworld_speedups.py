@@ -97,7 +97,7 @@ class _GrammarParser:
 
 
 class Translator:
-    """`fast_downward.pddl2sas`, remembering. The planner's variant is translated when `DeferredSas.text` is asked for."""
+    """`fast_downward.pddl2sas`, remembering. The planner's variant waits until `DeferredSas.text` is asked for."""
 
     def __init__(self, translate: Callable[..., tuple[Any, str]], cache: Path | None):
         self._translate = translate

@@ -61,7 +61,9 @@ class WorkerSettings:
 
     @property
     def count(self) -> int:
-        return self.processes or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        return self.processes or (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        )
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class _Slot:
 class Workers:
     """The processes. Safe from any thread; every call blocks its own thread only."""
 
-    def __init__(self, settings: WorkerSettings = WorkerSettings()):  # noqa: B008 (frozen)
+    def __init__(self, settings: WorkerSettings = WorkerSettings()):
         self.settings = settings
         self.replayed = 0
         """Games that had to be played again on another process, or the same one."""
@@ -98,7 +100,7 @@ class Workers:
         self._finalizer = weakref.finalize(self, _end, self._slots, self._ended, os.getpid())
 
     def session(self, name: str, game: Mapping[str, Any]) -> Session:
-        """A game to play, on the process that has the fewest. `name` is for messages, `game` is what the engine loads."""
+        """A game to play, on the process that has the fewest. `name` is for messages; the engine loads `game`."""
         with self._choosing:
             slot = min(self._slots, key=lambda slot: slot.sessions)
             slot.sessions += 1
@@ -279,7 +281,7 @@ _leasing = threading.Lock()
 
 
 def shared(settings: WorkerSettings) -> tuple[Workers, Callable[[], None]]:
-    """The workers of these settings in this process, and the function that gives them back (once; later calls do nothing).
+    """The workers of these settings in this process, and the function that gives them back (harmless twice).
 
     They end when everybody has given them back.
     """

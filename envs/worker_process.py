@@ -4,7 +4,7 @@ Invariant: every wait has a deadline, and a child that misses it or breaks the p
 caller hears of it; a `WorkerProcess` is usable or ended, never in between. Children are started afresh (not forked, so
 that they inherit no threads and no locks), import nothing of torch, and end when this process does.
 
-In the child, `serve` is the other end: it keeps what libraries print out of the replies and leaves when its parent is gone.
+In the child, `serve` is the other end: it keeps what libraries print out of the replies, and leaves with its parent.
 """
 
 from __future__ import annotations
@@ -75,7 +75,11 @@ class WorkerProcess:
         self.usable = True
         self._ending = threading.Lock()
         self._unread = b""
-        self._await("did not start", START_SECONDS)
+        try:
+            self._await("did not start", START_SECONDS)
+        except WorkerDied:
+            self.release()
+            raise
 
     @property
     def pid(self) -> int:

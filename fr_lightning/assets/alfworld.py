@@ -26,7 +26,7 @@ from fr_lightning.warm_start import Lesson, demonstrations, save, train
 FOLDER = Path(__file__).with_name("alfworld_policy")
 VOCABULARY = 768
 SKILL = 0.5
-MAX_CONTEXT = 1024
+MAX_CONTEXT = 1536
 
 
 def make_env() -> ALFWorldEnv:

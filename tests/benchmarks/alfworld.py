@@ -3,8 +3,9 @@
     python tests/benchmarks/alfworld.py --data FOLDER        # the table, on real games; without --data on embedded ones
     python tests/benchmarks/alfworld.py --endure 600         # 64 episodes at once, a worker killed every 20 s
 
-Both play the same games by the same seeded commands, taking turns game by game, and every text and every list of commands
-must be equal. Times are medians with the 95th percentile in brackets; memory is proportional set size, read from outside.
+Both play the same games by the same seeded commands, taking turns game by game, and every text and every list of
+commands must be equal. Times are medians with the 95th percentile in brackets; memory is proportional set size, read
+from outside.
 """
 
 import argparse
@@ -140,7 +141,9 @@ def compare(data: str | None, processes: int, rounds: int, steps: int) -> None:
         ]
         workers.close()
         stock.env.close()
-    print(f"{rounds * processes} games of {found.origin}, {steps} steps each, {processes} processes; equal transcripts\n")
+    print(
+        f"{rounds * processes} games of {found.origin}, {steps} steps each, {processes} processes; equal transcripts\n"
+    )
     print("| | AlfredTWEnv | fr_lightning |\n| --- | --- | --- |")
     for row in rows:
         print("| " + " | ".join(row) + " |")

@@ -72,7 +72,7 @@ def test_the_official_filters_leave_out_by_reason(folder):
         "without a game.tw-pddl": 1,
         "with a game.tw-pddl that is no game": 1,
     }
-    with pytest.raises(GameDataError, match="no playable game of split 'train'.*set `data`"):
+    with pytest.raises(GameDataError, match=r"no playable game of split 'train'.*set `data`"):
         games.split("train")
 
 
@@ -126,7 +126,7 @@ def test_what_is_missing_is_named_with_the_setting_to_change(tmp_path, monkeypat
     with pytest.raises(GameDataError, match=r"data is '.*nowhere', and there is no such folder: set it to"):
         Games.find(str(tmp_path / "nowhere"))
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "nowhere"))
-    with pytest.raises(GameDataError, match="ALFWORLD_DATA is .* no such folder"):
+    with pytest.raises(GameDataError, match=r"ALFWORLD_DATA is .* no such folder"):
         Games.find()
     with pytest.raises(GameDataError, match=r"holds neither json_2\.1\.1 nor any of train, valid_seen"):
         Games.find(str(tmp_path))

@@ -76,7 +76,8 @@ def test_the_expert_wins_and_winning_is_the_reward(make, task_type):
     steps, info = play(env, seed=1)
     assert [reward for _, _, reward, _, _ in steps] == [0.0] * (len(steps) - 1) + [1.0]
     assert [won for *_, won, _ in steps] == [False] * (len(steps) - 1) + [True]
-    assert info["success"] and info["won"]
+    assert info["success"]
+    assert info["won"]
     assert info["metrics"] == {
         "steps": float(len(steps)),
         "invalid_actions": 0.0,
@@ -167,7 +168,7 @@ def test_a_killed_worker_costs_neither_the_episode_nor_its_reward(make):
     won = cut = False
     reward = 0.0
     while not (won or cut):
-        _, reward, won, cut, info = env.step(env.expert_action())
+        _, reward, won, cut, _ = env.step(env.expert_action())
     assert (won, reward) == (True, 1.0)
 
 

@@ -190,7 +190,7 @@ def test_old_grammar_is_patched_or_refused(tmp_path, games):
     with open(file, "w") as opened:
         opened.write(old)
     workers = Workers(WorkerSettings(processes=1))
-    with pytest.raises(GameError, match="old grammar.*set `old_grammar` to patch"):
+    with pytest.raises(GameError, match=r"old grammar.*set `old_grammar` to patch"):
         workers.session("old", {"file": file, "old_grammar": "refuse"}).start()
     session = workers.session("old", {"file": file, "old_grammar": "patch"})
     session.start()

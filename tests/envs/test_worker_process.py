@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -32,7 +33,7 @@ def main(*arguments):
 def child(tmp_path, monkeypatch):
     """A worker module of the tests' own, in a folder that stands for the package's."""
     (tmp_path / "echo_worker.py").write_text(CHILD)
-    (tmp_path / "worker_process.py").write_text(open(worker_process.__file__).read())
+    (tmp_path / "worker_process.py").write_text(Path(worker_process.__file__).read_text())
     monkeypatch.setattr(worker_process, "__file__", str(tmp_path / "worker_process.py"))
     processes = []
 
@@ -66,7 +67,8 @@ def test_a_child_that_hangs_is_killed_and_reaped(child):
 
 
 @pytest.mark.parametrize(
-    ("request_", "message"), [({"do": "exit", "code": 7}, "exit code 7"), ({"do": "raise"}, "RuntimeError: no such thing")]
+    ("request_", "message"),
+    [({"do": "exit", "code": 7}, "exit code 7"), ({"do": "raise"}, "RuntimeError: no such thing")],
 )
 def test_a_child_that_dies_says_how(child, request_, message):
     process = child()

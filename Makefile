@@ -62,8 +62,9 @@ format: $(VENV)/.dev  ## put the style right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-embedded-policy: $(VENV)/.ready  ## make the embedded policy's weights anew
-	$(BIN)/python -m fr_lightning.assets.embedded
+embedded-policy: $(VENV)/.ready  ## make the embedded policies' weights anew
+	$(BIN)/python -m fr_lightning.assets.embedded embedded
+	$(BIN)/python -m fr_lightning.assets.embedded embedded:python_tool
 
 # Two of its packages are compiled: needs g++ and make, and some minutes.
 $(VENV)/.alfworld: $(VENV)/.ready

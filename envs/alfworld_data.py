@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from fr_lightning.envs.alfworld_engine import OLD_PUT
 from fr_lightning.envs.alfworld_layouts import EMBEDDED, SIZES, TASK_TYPES
+from fr_lightning.envs.base import NotReady
 
 __all__ = ["OFFICIAL", "SPLITS", "TASK_TYPES", "Game", "GameDataError", "Games", "cache_folder", "require_alfworld"]
 
@@ -36,7 +37,7 @@ _INDEX_FORMAT = 1
 _PLAYABLE = ""
 
 
-class GameDataError(ValueError):
+class GameDataError(NotReady):
     """The games asked for are not there; the message names the setting to change."""
 
 
@@ -136,10 +137,10 @@ class Games:
 
 
 def require_alfworld() -> None:
-    """Raises ImportError, with the command that helps, if the engine is not installed."""
+    """Raises `NotReady`, with the command that helps, if the engine is not installed."""
     for package in ("alfworld", "textworld", "fast_downward"):
         if importlib.util.find_spec(package) is None:
-            raise ImportError(f"ALFWorld needs the package {package!r}: {INSTALL}")
+            raise NotReady(f"ALFWorld needs the package {package!r}: {INSTALL}")
 
 
 def cache_folder() -> Path:

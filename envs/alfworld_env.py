@@ -69,8 +69,7 @@ class ALFWorldEnv(TextEnv):
         workers: the processes that play; environments of equal settings share them.
 
     Raises:
-        ImportError: the `alfworld` extra is not installed.
-        GameDataError: the games asked for are not there.
+        NotReady: the `alfworld` extra is not installed, or (`GameDataError`) the games asked for are not there.
     """
 
     def __init__(
@@ -116,9 +115,16 @@ class ALFWorldEnv(TextEnv):
         self._invalid = 0
         self._expert = _Expert([])
 
+    def prepare(self) -> dict[str, str]:
+        counts = ", ".join(f"{count} {split}" for split, count in self._games.counts().items())
+        return {
+            "games": f"{counts} of {self._games.origin}",
+            "speed-ups": "on" if self._workers.settings.speedups else "off",
+        }
+
     def tasks(self, split: str) -> list[Mapping[str, Any]]:
         """The games of a split, mixed so that its first so many are a fair sample of its parts and task types."""
-        return [{"id": game.id} for game in self._of(split)]
+        return [{"id": game.id, "set": game.split} for game in self._of(split)]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)

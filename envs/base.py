@@ -33,6 +33,13 @@ class AnyText(Text):
         return "".join(self.np_random.choice(list(CHARACTERS), size=length))
 
 
+class NotReady(RuntimeError):
+    """An environment cannot work on this machine or with these settings; the message says what to change.
+
+    At the start of a run the command line shows it as it is, without a traceback.
+    """
+
+
 class TextEnv(gymnasium.Env[str, str]):
     """Base of every environment. Override `reset` and `step`; both may block, they run off the event loop.
 
@@ -56,6 +63,17 @@ class TextEnv(gymnasium.Env[str, str]):
     """Put in the conversation before the first observation."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas handed to the model's chat template."""
+
+    def prepare(self) -> dict[str, str]:
+        """Called once per process before the first episode: start what all episodes share.
+
+        Returns:
+            what should be recorded with the run, such as the isolation of a sandbox.
+
+        Raises:
+            NotReady: it cannot be started.
+        """
+        return {}
 
     def tasks(self, split: str) -> Sequence[Mapping[str, Any]] | None:
         """The dataset rows of a split, or None when every seed is a task."""

@@ -47,9 +47,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fr_lightning.envs.answer_compare import same
-from fr_lightning.envs.answer_forms import Items, Relation, read
-from fr_lightning.envs.answer_latex import Undecidable, canonical, spaceless
+from fr_lightning.envs.answer_forms import Items, Relation, Value, read
+from fr_lightning.envs.answer_latex import Undecidable, canonical, rational, spaceless
 from fr_lightning.envs.answers import AnswerPolicy, extract
+from fr_lightning.envs.base import NotReady
 
 __all__ = ["AnswerPolicy", "MathVerifier", "Verdict", "VerifierError"]
 
@@ -61,7 +62,7 @@ ATTEMPTS = 3
 """A check is repeated when its worker was killed; a check that kills every worker it gets is unverifiable."""
 
 
-class VerifierError(RuntimeError):
+class VerifierError(NotReady):
     """The verifier, not the response, failed. Never a reward."""
 
 
@@ -145,7 +146,9 @@ class MathVerifier:
         """None if responses can be checked against this reference answer, else the reason why not: a data error."""
         try:
             gold = self._gold(answer)
-            read(gold, self.policy.max_answer_chars)
+            form = read(gold, self.policy.max_answer_chars)
+            if isinstance(form, Value) and rational(form.body) is not None:  # most are, and need no process
+                return None
         except Undecidable as error:
             return str(error)
         processes = self._running()

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
 
@@ -30,18 +32,34 @@ from fr_lightning.trajectory import Task, Trajectory, TrajectoryBatch
 
 
 @dataclass(frozen=True)
+class SetPlan:
+    """What is different for one of several sets of tasks; null: as for the others."""
+
+    tasks: int | None = None
+    samples: int | None = None
+    sampling: Sampling | None = None
+
+    def __post_init__(self) -> None:
+        if min(1 if number is None else number for number in (self.tasks, self.samples)) < 1:
+            raise ValueError(f"an evaluation needs ≥ 1 tasks and samples, got {self}")
+
+
+@dataclass(frozen=True)
 class EvaluationPlan:
     """What is played at validation.
 
     Attributes:
-        tasks: number of held-out tasks; with a dataset, its first so many validation rows. null: all rows.
+        tasks: number of held-out tasks; with a dataset, the first so many validation rows of each of its sets. null:
+            all rows.
         samples: k, how often each is played (avg@k, pass@k).
         sampling: how tokens are drawn, `max_tokens` included; null: as in training.
+        sets: what is different for a set of tasks, by its name (the `set` of its rows).
     """
 
     tasks: int | None = 128
     samples: int = 1
     sampling: Sampling | None = None
+    sets: dict[str, SetPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.samples < 1 or (self.tasks is not None and self.tasks < 1):
@@ -142,6 +160,9 @@ class RolloutDataModule(pl.LightningDataModule):
         if stage == "fit":
             self._check_learner()
         self._reference_env = self._make_env()
+        facts = self._reference_env.prepare()
+        for logger in self.trainer.loggers if facts else []:  # pyright: ignore[reportOptionalMemberAccess]
+            logger.log_hyperparams({f"environment/{name}": value for name, value in facts.items()})
         self._thread = LoopThread("rollouts", workers=2 * self._concurrency + 8)
         starting = self._thread.submit(self.engine.start(model))
         chat = ChatFormat(self._tokenizer(model), template_kwargs=self._template_kwargs)
@@ -295,43 +316,60 @@ class RolloutDataModule(pl.LightningDataModule):
             raise SIGTERMException
 
     def _evaluation_loader(self, split: str) -> _EvaluationLoader:
-        assert self._reference_env is not None
-        rows = self._reference_env.tasks(split)
-        count = self.evaluation.tasks
-        if rows is not None:
-            count = len(rows) if count is None else min(count, len(rows))
-        elif count is None:
-            raise ValueError("data.evaluation.tasks must be a number: this environment makes tasks without end")
-        tasks = [
-            # not data.seed: every run is judged by the same held-out tasks
-            Task(
-                id=f"{split}/{index if rows is None else rows[index].get('id', index)}",
-                seed=derived_seed("evaluation", split, index),
-                row=None if rows is None else rows[index],
-                split=split,
-                group=index,
-            )
-            for index in range(count)
-        ]
         trainer = self.trainer
         assert trainer is not None
-        mine = tasks[trainer.global_rank :: trainer.world_size]
-        return _EvaluationLoader(self, [(task, k) for task in mine for k in range(self.evaluation.samples)])
+        plan = self.evaluation
+        mine = self._evaluation_tasks(split)[trainer.global_rank :: trainer.world_size]
+        return _EvaluationLoader(
+            self,
+            [(task, k) for task in mine for k in range(plan.sets.get(task.set, SetPlan()).samples or plan.samples)],
+        )
+
+    def _evaluation_tasks(self, split: str) -> list[Task]:
+        """The held-out tasks. `data.seed` has no part in them: every run is judged by the same ones."""
+        assert self._reference_env is not None
+        plan, rows = self.evaluation, self._reference_env.tasks(split)
+        if rows is None:
+            if plan.tasks is None:
+                raise ValueError("data.evaluation.tasks must be a number: this environment makes tasks without end")
+            return [
+                Task(f"{split}/{index}", derived_seed("evaluation", split, index), split=split, group=index)
+                for index in range(plan.tasks)
+            ]
+        unknown = plan.sets.keys() - {str(row.get("set", "")) for row in rows}
+        if unknown:
+            raise ValueError(f"data.evaluation.sets names {', '.join(sorted(unknown))}, but no {split} task is of it")
+        taken: Counter[str] = Counter()
+        tasks = []
+        for index, row in enumerate(rows):
+            name = str(row.get("set", ""))
+            most = plan.sets.get(name, SetPlan()).tasks or plan.tasks
+            if most is not None and taken[name] >= most:
+                continue
+            taken[name] += 1
+            seed = derived_seed("evaluation", split, index)
+            tasks.append(Task(f"{split}/{row.get('id', index)}", seed, row, split, group=index, set=name))
+        return tasks
 
     def play(self, episodes: list[tuple[Task, int]]) -> Iterator[Trajectory | EpisodeFailed]:
         """Evaluation episodes, each played once, in the order given."""
-        runner = dataclasses.replace(self.pool.runner, sampling=self.evaluation.sampling or self._sampling)
-        return self.pool.evaluate(episodes, runner, lockstep=self.mode == "sync", check=self._check)
+        plan, runner = self.evaluation, self.pool.runner
+
+        def runner_of(task: Task) -> Runner:
+            of_set = plan.sets.get(task.set, SetPlan())
+            return dataclasses.replace(runner, sampling=of_set.sampling or plan.sampling or self._sampling)
+
+        return self.pool.evaluate(episodes, runner_of, lockstep=self.mode == "sync", check=self._check)
 
 
 class PlayedEpisodes:
     """Some evaluation episodes and what came of each. No `Sequence`, as `TrajectoryBatch` is none."""
 
-    def __init__(self, results: list[Trajectory | EpisodeFailed]):
-        self.results = results
+    def __init__(self, played: Sequence[tuple[Task, Trajectory | EpisodeFailed]]):
+        self.played = played
 
     def __iter__(self) -> Iterator[Trajectory | EpisodeFailed]:
-        return iter(self.results)
+        return (result for _, result in self.played)
 
 
 @dataclass(frozen=True)
@@ -365,9 +403,9 @@ class _EvaluationLoader:
         return -(-len(self.episodes) // self.chunk)
 
     def __iter__(self) -> Iterator[PlayedEpisodes]:
-        results = self.data.play(self.episodes)
+        results = zip((task for task, _ in self.episodes), self.data.play(self.episodes), strict=True)
         for _ in range(len(self)):
-            yield PlayedEpisodes([result for _, result in zip(range(self.chunk), results, strict=False)])
+            yield PlayedEpisodes(list(itertools.islice(results, self.chunk)))
 
 
 def _env_factory(env: Callable[[], TextEnv] | str) -> Callable[[], TextEnv]:

@@ -69,6 +69,10 @@ def _packages() -> Iterator[Finding]:
 def _accelerators() -> Iterator[Finding]:
     import torch
 
+    from fr_lightning.models import fast_dtype
+
+    slow = fast_dtype("cpu") == torch.float32
+    yield Finding("CPU bfloat16", "absent" if slow else "ok", "software only: use float32" if slow else "fast")
     if not torch.cuda.is_available():
         yield Finding("GPU", "absent", "none: everything runs on the CPU, with the embedded engine")
     for index in range(torch.cuda.device_count()):
@@ -98,12 +102,16 @@ def _environments() -> Iterator[Finding]:
     import gymnasium
 
     import fr_lightning.envs  # noqa: F401 (registers the environments)
+    from fr_lightning.envs.base import TextEnv
     from fr_lightning.envs.sandbox import SandboxUnavailable
 
     for name in sorted(key for key in gymnasium.registry if key.startswith("fr_lightning/")):
         try:
-            gymnasium.make(name).close()
-            yield Finding(f"Environment: {name}", "ok", "ready")
+            env = gymnasium.make(name).unwrapped
+            assert isinstance(env, TextEnv)
+            facts = [f"{fact} {value}" for fact, value in env.prepare().items()]
+            env.close()
+            yield Finding(f"Environment: {name}", "ok", ", ".join(["ready", *facts]))
         except Exception as error:  # an environment's own requirement, in its own words
             yield Finding(f"Environment: {name}", "absent", f"{type(error).__name__}: {error}")
     try:
@@ -115,12 +123,13 @@ def _environments() -> Iterator[Finding]:
 def _alfworld() -> Iterator[Finding]:
     from fr_lightning.envs.alfworld_data import OFFICIAL, GameDataError, Games, require_alfworld
     from fr_lightning.envs.alfworld_speedups import obstacle
+    from fr_lightning.envs.base import NotReady
 
     try:
         require_alfworld()
         hindrance = obstacle()
         yield Finding("ALFWorld engine", "ok", "with speed-ups" if hindrance is None else f"no speed-ups: {hindrance}")
-    except ImportError as error:
+    except NotReady as error:
         yield Finding("ALFWorld engine", "absent", str(error))
     yield Finding("ALFWorld: embedded games", "ok", _counted(Games.find("embedded").counts()))
     if "ALFWORLD_DATA" not in os.environ:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What came of one sample of one task; `success` and `reward` are None where it could not be played.
 
-    `metrics` are the environment's own numbers; not every task need report the same.
+    `task_set` names the set that the task belongs to, such as a benchmark; "" if there is only one. `metrics` are the
+    environment's own numbers; not every task need report the same.
     """
 
     task_id: str
     success: bool | None
     reward: float | None
+    task_set: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -40,7 +42,9 @@ class Score:
 class Evaluation:
     """Scores over all tasks. `unplayed` counts samples that failed for good, out of `samples`.
 
-    `metrics` holds a score for each of the environment's numbers, over the tasks that report it.
+    `sets` holds the same of each set of tasks by name, where there are several; a set of which nothing was played has
+    no scores and is not in it. `metrics` holds a score of each of the environment's numbers, over the tasks that report
+    it.
     """
 
     tasks: int
@@ -49,7 +53,17 @@ class Evaluation:
     success: Score
     reward: Score
     pass_at: dict[int, Score]
+    sets: dict[str, Evaluation] = field(default_factory=dict)
     metrics: dict[str, Score] = field(default_factory=dict)
+
+    @property
+    def mean_of_sets(self) -> Score:
+        """Success with every set weighing the same, however many tasks it has. Sets are independent, so the standard
+        error is √Σ se² / number of sets.
+        """
+        scores = [one.success for one in self.sets.values()] or [self.success]
+        error = math.sqrt(sum(score.standard_error**2 for score in scores))
+        return Score(sum(score.mean for score in scores) / len(scores), error / len(scores))
 
 
 def evaluate(outcomes: Sequence[Outcome]) -> Evaluation:
@@ -67,6 +81,9 @@ def evaluate(outcomes: Sequence[Outcome]) -> Evaluation:
             by_task[outcome.task_id].append(outcome)
     if not by_task:
         raise ValueError(f"none of the {len(outcomes)} evaluation episodes could be played")
+    by_set: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        by_set[outcome.task_set].append(replace(outcome, task_set=""))
     fewest = min(map(len, by_task.values()))
     ks = sorted({1 << power for power in range(fewest.bit_length())} | {fewest})
     wins = {task: sum(bool(outcome.success) for outcome in played) for task, played in by_task.items()}
@@ -80,6 +97,11 @@ def evaluate(outcomes: Sequence[Outcome]) -> Evaluation:
         ),
         pass_at={
             k: mean_with_error([pass_at_k(len(played), wins[task], k) for task, played in by_task.items()]) for k in ks
+        },
+        sets={
+            name: evaluate(of_set)
+            for name, of_set in by_set.items()
+            if len(by_set) > 1 and any(outcome.success is not None for outcome in of_set)
         },
         metrics=_metrics(list(by_task.values())),
     )

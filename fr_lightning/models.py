@@ -16,16 +16,18 @@ from typing import Any
 
 import torch
 import transformers
+from filelock import FileLock
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+_ASSETS = Path(__file__).parent / "assets"
 EMBEDDED = {
-    "embedded": Path(__file__).parent / "assets" / "embedded_policy",
-    "embedded-alfworld": Path(__file__).parent / "assets" / "alfworld_policy",
+    "embedded": _ASSETS / "embedded_policy",
+    "embedded:python_tool": _ASSETS / "python_tool_policy",
+    "embedded:alfworld": _ASSETS / "alfworld_policy",
 }
-"""Policies that come with the package, by name."""
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The one hub model that also comes from the package index, for machines that reach no hub."""
@@ -42,11 +44,25 @@ class ModelNotFound(FileNotFoundError):
     """No model by that name; the message says where it was looked for."""
 
 
+def fast_dtype(device: str = "cpu") -> torch.dtype:
+    """bfloat16 if matrix products of that type are fast on the device, else float32.
+
+    A processor without units for them (x86 before AVX-512, say) computes them in software, an order of magnitude slower
+    than in float32, so one setting for every machine has to look at the machine.
+    """
+    if device == "cuda":
+        fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.bfloat16 if fast else torch.float32
+
+
 def resolve_model(name: str, *, trust_remote_code: bool = False) -> str:
     """The local folder behind a model's name, fetched or converted when it is not there yet.
 
     Args:
-        name: `embedded` or `embedded-alfworld`, a folder, a `.gguf` file, or a hub id.
+        name: `embedded`, `embedded:python_tool` or `embedded:alfworld` (policies in this package), a folder, a `.gguf`
+            file, or a hub id.
         trust_remote_code: also fetch a hub model's own Python files.
 
     Raises:
@@ -156,8 +172,8 @@ def cache_folder() -> Path:
 def _convert_gguf(file: Path) -> str:
     """Unpack a GGUF file to float32 safetensors, once per file.
 
-    Written beside its place and then renamed, so that processes that convert at the same time, or die half-way, leave
-    a whole folder or none.
+    Engine and learner ask for it at the same time: one converts, the others wait. Written beside its place and then
+    renamed, so that a process that dies half-way leaves a whole folder or none.
     """
     if importlib.util.find_spec("gguf") is None:
         raise ImportError(f"reading {file.name} needs the `gguf` package: pip install gguf")
@@ -166,6 +182,13 @@ def _convert_gguf(file: Path) -> str:
     if target.is_dir():
         return _checked(target)
     target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(target.with_name(f".{target.name}.lock")):
+        if not target.is_dir():
+            _convert_gguf_into(file, target)
+    return _checked(target)
+
+
+def _convert_gguf_into(file: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".converting-", dir=target.parent) as scratch:
         folder = Path(scratch) / target.name
         model = AutoModelForCausalLM.from_pretrained(
@@ -176,12 +199,7 @@ def _convert_gguf(file: Path) -> str:
         )
         model.save_pretrained(folder)
         _gguf_tokenizer(file).save_pretrained(folder)
-        try:
-            folder.rename(target)
-        except OSError:  # another process was first
-            if not target.is_dir():
-                raise
-    return _checked(target)
+        folder.rename(target)
 
 
 def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:

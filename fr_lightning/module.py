@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fr_lightning.advantage import Baseline, advantages
+from fr_lightning.datamodule import PlayedEpisodes
 from fr_lightning.evaluation import Evaluation, Outcome, evaluate
 from fr_lightning.objective import ImportanceRatio, Objective, policy_loss
 from fr_lightning.packing import micro_batches
@@ -259,12 +260,12 @@ class FlashReinforce(pl.LightningModule):
     def on_validation_epoch_start(self) -> None:
         self._outcomes = []
 
-    def validation_step(self, batch: Iterable[Trajectory | EpisodeFailed], batch_idx: int) -> None:
-        for result in batch:
-            if isinstance(result, Trajectory):
-                self._outcomes.append(Outcome(result.task_id, result.success, result.reward, result.metrics))
-            else:
-                self._outcomes.append(Outcome(result.task_id, None, None))
+    def validation_step(self, batch: PlayedEpisodes, batch_idx: int) -> None:
+        for task, result in batch.played:
+            played = isinstance(result, Trajectory)
+            success, reward = (result.success, result.reward) if played else (None, None)
+            metrics = result.metrics if played else {}
+            self._outcomes.append(Outcome(task.id, success, reward, task.set, metrics))
 
     def on_validation_epoch_end(self) -> None:
         self._report_evaluation("val")
@@ -272,15 +273,13 @@ class FlashReinforce(pl.LightningModule):
     def on_test_epoch_start(self) -> None:
         self._outcomes = []
 
-    def test_step(self, batch: Iterable[Trajectory | EpisodeFailed], batch_idx: int) -> None:
+    def test_step(self, batch: PlayedEpisodes, batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)
 
     def on_test_epoch_end(self) -> None:
         self._report_evaluation("test")
 
-    def predict_step(
-        self, batch: Iterable[Trajectory | EpisodeFailed], batch_idx: int
-    ) -> Iterable[Trajectory | EpisodeFailed]:
+    def predict_step(self, batch: PlayedEpisodes, batch_idx: int) -> Iterable[Trajectory | EpisodeFailed]:
         """The episodes as they were played."""
         return batch
 
@@ -298,9 +297,13 @@ class FlashReinforce(pl.LightningModule):
             f"{split}/reward_standard_error": result.reward.standard_error,
             f"{split}/unplayed": float(result.unplayed),
             **{f"{split}/pass@{k}": score.mean for k, score in result.pass_at.items() if k > 1},
-            **{f"{split}/env/{name}": score.mean for name, score in result.metrics.items()},
-            **{f"{split}/env/{name}_standard_error": score.standard_error for name, score in result.metrics.items()},
         }
+        if result.sets:
+            values[f"{split}/success_mean_of_sets"] = result.mean_of_sets.mean
+            values |= {f"{split}/success/{name}": of_set.success.mean for name, of_set in result.sets.items()}
+        for name, score in result.metrics.items():
+            values[f"{split}/env/{name}"] = score.mean
+            values[f"{split}/env/{name}_standard_error"] = score.standard_error
         self.log_dict(values, rank_zero_only=False, sync_dist=False)
         if self.trainer.sanity_checking:  # the score before the first update, which Lightning would not log
             for logger in self.trainer.loggers:

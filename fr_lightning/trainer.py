@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
 
 from fr_lightning.callbacks import Transcripts, WeightSync
 from fr_lightning.datamodule import RolloutDataModule
+from fr_lightning.evaluation import Evaluation
 from fr_lightning.module import FlashReinforce
 
 
@@ -75,9 +79,30 @@ class FlashCLI(LightningCLI):
         score = self.model.last_evaluation
         if score is None or not self.trainer.is_global_zero:
             return
-        print(f"tasks {score.tasks}, samples {score.samples}, could not be played {score.unplayed}")
-        print(f"success avg@k {score.success}   reward {score.reward}")
-        for k, value in score.pass_at.items():
-            print(f"pass@{k} {value}")
-        for name, value in score.metrics.items():
-            print(f"{name} {value}")
+        Console().print(score_table(score))
+        if score.metrics:
+            Console().print(metrics_table(score))
+
+
+def score_table(score: Evaluation) -> Table:
+    """Scores as a table: a row for each set of tasks, for all together, and for the mean of sets."""
+    table = Table(box=SIMPLE, title="mean ± standard error over tasks")
+    for column in ("set", "tasks", "samples", "not played", "success avg@k", "reward", "pass@k"):
+        table.add_column(column, justify="left" if column in ("set", "pass@k") else "right")
+    for name, one in (*score.sets.items(), ("all tasks", score)):
+        passed = "   ".join(f"@{k} {value}" for k, value in one.pass_at.items() if k > 1)
+        counts = map(str, (one.tasks, one.samples, one.unplayed))
+        table.add_row(name, *counts, str(one.success), str(one.reward), passed)
+    if score.sets:
+        table.add_row("mean of sets", "", "", "", str(score.mean_of_sets), "", "")
+    return table
+
+
+def metrics_table(score: Evaluation) -> Table:
+    """What the environment itself reports of its episodes."""
+    table = Table(box=SIMPLE, title="the environment's own metrics: mean ± standard error over tasks")
+    table.add_column("metric")
+    table.add_column("mean", justify="right")
+    for name, value in score.metrics.items():
+        table.add_row(name, str(value))
+    return table

@@ -25,7 +25,8 @@ class Task:
     """One thing to attempt: what `env.reset` is given, and nothing about how the attempt went.
 
     `id` names the task in logs, ledgers and evaluation tables. `row` is the dataset row, or None for an environment
-    that makes its problems up from `seed`. `group` is the prompt's number, shared by rollouts of the same prompt.
+    that makes its problems up from `seed`. `group` is the prompt's number, shared by rollouts of the same prompt. `set`
+    names the set of tasks it comes from, where there are several.
     """
 
     id: str
@@ -33,6 +34,7 @@ class Task:
     row: Mapping[str, Any] | None = None
     split: str = "train"
     group: int = 0
+    set: str = ""
 
     def reset_options(self) -> dict[str, Any]:
         return {"task": self.row, "split": self.split}

@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from fr_lightning.assets.embedded import build_tokenizer, corpus
+from fr_lightning.assets.embedded import POLICIES, build_tokenizer, corpus
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> str:
     """Folder of a random two-layer Qwen3 (tied head, grouped heads) that can chat, in its way."""
     folder = tmp_path_factory.mktemp("tiny_model")
-    tokenizer = build_tokenizer(corpus())
+    tokenizer = build_tokenizer(corpus(POLICIES["embedded"].lessons()))
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer),

@@ -1,5 +1,6 @@
 """The whole way, from task to optimizer step, with the real engine in its own process and a real (tiny) model."""
 
+import json
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -18,10 +19,12 @@ from fr_lightning.callbacks import (
     Truncation,
     WeightSync,
 )
-from fr_lightning.datamodule import EvaluationPlan, RolloutDataModule
+from fr_lightning.datamodule import EvaluationPlan, RolloutDataModule, SetPlan
 from fr_lightning.engines.base import Sampling
 from fr_lightning.engines.embedded import EmbeddedEngine
 from fr_lightning.envs.arithmetic import ArithmeticEnv, CalculatorEnv
+from fr_lightning.envs.math_data import ProblemMix, ProblemSet
+from fr_lightning.envs.math_problems import MathEnv
 from fr_lightning.module import FlashReinforce
 from fr_lightning.policy import PolicyConfig
 from fr_lightning.rollout.queue import LagLimit
@@ -162,6 +165,34 @@ def test_validation_scores_held_out_tasks_before_and_during_training(tiny_model,
     assert "<|im_start|>assistant" in (Path(tmp_path) / "transcripts.txt").read_text()
     assert len(curves.updates) == 4
     assert trainer.callback_metrics["val/unplayed"] == 0
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_validation_plays_each_set_of_a_dataset_as_its_plan_says(tiny_model, tmp_path, mode):
+    for name in ("a", "b"):
+        rows = [{"question": f"{name}{n}?", "answer": "1"} for n in range(5)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sets = [ProblemSet(str(tmp_path / f"{name}.jsonl")) for name in ("a", "b")]
+    plan = EvaluationPlan(
+        tasks=4, samples=1, sets={"b": SetPlan(tasks=2, samples=3, sampling=Sampling(0.5, max_tokens=2))}
+    )
+    _, _, module, _, trainer = run(
+        tiny_model, tmp_path, steps=1, validate=True, mode=mode, evaluation=plan,
+        env=lambda: MathEnv(ProblemMix((ProblemSet(rows=100),), tuple(sets)), prompt="plain"),
+    )  # fmt: skip
+    result = module.last_evaluation
+    assert {name: (one.tasks, one.samples) for name, one in result.sets.items()} == {"a": (4, 4), "b": (2, 6)}
+    assert set(result.sets["b"].pass_at) == {1, 2, 3}
+    assert trainer.callback_metrics["val/success_mean_of_sets"] == result.mean_of_sets.mean
+    assert trainer.callback_metrics["val/success/b"] == result.sets["b"].success.mean
+
+
+def test_a_set_planned_for_but_not_there_is_refused(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match=r"data.evaluation.sets names aime24"):
+        run(
+            tiny_model, tmp_path, steps=1, validate=True, evaluation=EvaluationPlan(sets={"aime24": SetPlan()}),
+            env=lambda: MathEnv(ProblemMix((ProblemSet(rows=100),))),
+        )  # fmt: skip
 
 
 def test_training_without_weight_sync_is_refused(tiny_model, tmp_path):

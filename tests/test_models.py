@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
@@ -117,7 +118,8 @@ def test_gguf_is_converted_once_and_keeps_weights_and_tokenizer(tmp_path, monkey
     file = tmp_path / "tiny.gguf"
     write_tiny_gguf(file, "smollm")
     folder = models.resolve_model(str(file))
-    assert os.listdir(tmp_path / "cache") == [Path(folder).name]  # nothing half-made is left beside it
+    left = {name for name in os.listdir(tmp_path / "cache") if not name.endswith(".lock")}
+    assert left == {Path(folder).name}  # nothing half-made is left beside it
     monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("again"))
     assert models.resolve_model(str(file)) == folder
     monkeypatch.undo()
@@ -136,6 +138,20 @@ def test_gguf_is_converted_once_and_keeps_weights_and_tokenizer(tmp_path, monkey
     # "Ġ7" is in the vocabulary, but this family of models splits digits off first.
     assert tokenizer.tokenize("a  7 42") == ["a", "ĠĠ", "7", "Ġ", "4", "2"]
     assert tokenizer.decode(tokenizer("a  7 42")["input_ids"]) == "a  7 42"
+
+
+def test_engine_and_learner_may_ask_for_a_conversion_at_the_same_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("FR_LIGHTNING_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "tiny.gguf"
+    write_tiny_gguf(file, "smollm")
+    converted = []
+    convert = models._convert_gguf_into
+    monkeypatch.setattr(models, "_convert_gguf_into", lambda *args: (converted.append(args), convert(*args)))
+    with ThreadPoolExecutor(4) as threads:
+        folders = list(threads.map(models.resolve_model, [str(file)] * 4))
+    assert len(set(folders)) == 1
+    assert len(converted) == 1
+    assert models.load_causal_lm(folders[0]).config.vocab_size > 0
 
 
 def test_other_gguf_tokenizers_are_left_alone(tmp_path, monkeypatch):
@@ -183,7 +199,7 @@ def test_a_failed_conversion_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("FR_LIGHTNING_CACHE", str(tmp_path / "cache"))
     with pytest.raises((ValueError, OSError)):
         models.resolve_model(str(tmp_path / "model.gguf"))
-    assert os.listdir(tmp_path / "cache") == []
+    assert [name for name in os.listdir(tmp_path / "cache") if not name.endswith(".lock")] == []
 
 
 def test_cache_folder_follows_the_environment(monkeypatch):

@@ -5,9 +5,8 @@ import itertools
 import torch
 from transformers import AutoModelForCausalLM
 
-from fr_lightning.assets.embedded import FOLDER
 from fr_lightning.envs.arithmetic import CalculatorEnv
-from fr_lightning.models import load_tokenizer
+from fr_lightning.models import EMBEDDED, load_tokenizer
 from fr_lightning.policy import Policy, PolicyConfig
 from fr_lightning.rollout.conversation import ChatFormat
 from fr_lightning.warm_start import Lesson, demonstrations, save, train
@@ -46,7 +45,8 @@ def test_imitation_lowers_the_loss_and_is_saved_as_a_plain_model(tiny_model, tmp
 
 
 def test_the_shipped_policy_is_small_and_says_what_it_is():
-    assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= 20 * 2**20
-    config = (FOLDER / "config.json").read_text()
+    files = [file for folder in EMBEDDED.values() for file in folder.iterdir()]
+    assert sum(file.stat().st_size for file in files) <= 20 * 2**20
+    config = (EMBEDDED["embedded"] / "config.json").read_text()
     assert "Qwen3ForCausalLM" in config
     assert ChatFormat(load_tokenizer("embedded")).stop_token_ids

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from fr_lightning.envs.base import NotReady
+
 Isolation = Literal["auto", "namespaces", "unsafe_none"]
 
 PACKAGE = Path(__file__).resolve().parent
@@ -46,7 +48,7 @@ FORBIDDEN_HINT = (
 )
 
 
-class SandboxUnavailable(RuntimeError):
+class SandboxUnavailable(NotReady):
     """The sandbox cannot be started at the isolation asked for; the message says what to install or to allow."""
 
 

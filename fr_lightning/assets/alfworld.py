@@ -71,7 +71,7 @@ def main() -> None:
 
     torch.manual_seed(chosen.seed)
     tokenizer = build_tokenizer(corpus(), VOCABULARY)
-    policy = untrained(tokenizer, VOCABULARY, chosen.output)
+    policy = untrained(tokenizer, chosen.output, VOCABULARY)
     stream = demonstrations([Lesson(make_env, chosen.skill)], ChatFormat(tokenizer), chosen.seed, MAX_CONTEXT)
     played = list(track(itertools.islice(stream, chosen.demonstrations), total=chosen.demonstrations))
     print(

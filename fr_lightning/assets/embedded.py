@@ -1,27 +1,31 @@
-"""Builds the embedded policy: a tiny chat model with its own tokenizer, taught the shipped environments' formats badly.
+"""Builds the embedded policies: tiny chat models with their own tokenizers, taught an environment's formats badly.
 
-`python -m fr_lightning.assets.embedded` makes the folder `embedded_policy` beside this file anew. The architecture is a
-stock one (Qwen3), so that every engine serves it. It is deliberately weak: it is shown how to call the tool and to copy
-its answer, and then, mostly, how to guess. To prefer what it can do well is left to reinforcement learning.
+`python -m fr_lightning.assets.embedded NAME` makes the folder of that policy beside this file anew. The architecture is
+a stock one (Qwen3), so that every engine serves it. They are deliberately weak: a policy is shown how to call the tool
+and to copy its answer, and then, mostly, how to guess. To prefer what it can do well is left to reinforcement learning.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-import gymnasium
 import torch
 from rich.progress import track
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-import fr_lightning.envs  # noqa: F401 (registers the environments)
+from fr_lightning.envs.arithmetic import ArithmeticEnv, CalculatorEnv
+from fr_lightning.envs.base import TextEnv
+from fr_lightning.envs.math_data import ProblemMix, ProblemSet
+from fr_lightning.envs.python_tool import PythonToolEnv
 from fr_lightning.policy import Policy, PolicyConfig
 from fr_lightning.rollout.conversation import ChatFormat
 from fr_lightning.warm_start import Lesson, demonstrations, save, train
 
-FOLDER = Path(__file__).with_name("embedded_policy")
+FOLDER = Path(__file__).parent
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 WORDS = (
     "<tool_call>",
@@ -71,6 +75,30 @@ PHASES = ((1.0, 0.85, 2e-3), (0.25, 0.15, 5e-4))
 """(skill of the demonstrators, share of the steps, peak learning rate): first taught well, then led astray."""
 
 
+@dataclass(frozen=True)
+class Curriculum:
+    """What one policy is shown: `envs` are pairs of an environment's maker and its weight."""
+
+    folder: str
+    envs: tuple[tuple[Callable[[], TextEnv], float], ...]
+    steps: int
+    max_context: int
+
+    def lessons(self, skill: float = 1.0) -> list[Lesson]:
+        return [Lesson(make, skill, weight) for make, weight in self.envs]
+
+
+def _python_tool() -> TextEnv:
+    problems = ProblemSet(kinds=("arithmetic", "modular", "counting"), difficulties=(1, 2), rows=20_000)
+    return PythonToolEnv(ProblemMix((problems,), seed=1), prompt="plain", max_calls=2)
+
+
+POLICIES = {
+    "embedded": Curriculum("embedded_policy", ((CalculatorEnv, 3.0), (ArithmeticEnv, 1.0)), steps=400, max_context=512),
+    "embedded:python_tool": Curriculum("python_tool_policy", ((_python_tool, 1.0),), steps=500, max_context=512),
+}
+
+
 def build_tokenizer(texts: list[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
     """Byte-level BPE with single digits: any text has tokens, and numbers can be copied digit by digit."""
     tokenizer = Tokenizer(models.BPE())
@@ -96,10 +124,10 @@ def build_tokenizer(texts: list[str], vocabulary: int = VOCABULARY) -> PreTraine
     )
 
 
-def corpus() -> list[str]:
+def corpus(lessons: list[Lesson]) -> list[str]:
     """What the environments and their experts say, and common words for everybody else's environments."""
     texts = [TEMPLATE, *[COMMON] * 20]
-    for lesson in lessons():
+    for lesson in lessons:
         env = lesson.make_env()
         for seed in range(200):
             observation, _ = env.reset(seed=seed)
@@ -107,16 +135,8 @@ def corpus() -> list[str]:
     return texts
 
 
-def lessons(skill: float = 1.0) -> list[Lesson]:
-    """What the embedded policy is shown by demonstrators of a skill."""
-    return [
-        Lesson(lambda: gymnasium.make("fr_lightning/Calculator-v0").unwrapped, skill, weight=3.0),  # pyright: ignore[reportArgumentType]
-        Lesson(lambda: gymnasium.make("fr_lightning/Arithmetic-v0").unwrapped, skill, weight=1.0),  # pyright: ignore[reportArgumentType]
-    ]
-
-
-def untrained(tokenizer: PreTrainedTokenizerFast, vocabulary: int, folder: Path) -> Policy:
-    """A random Qwen3 of this size, in a folder that the trained one will overwrite."""
+def untrained(tokenizer: PreTrainedTokenizerFast, folder: Path, vocabulary: int = VOCABULARY) -> Policy:
+    """A random Qwen3, in a folder that the trained one will overwrite."""
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=192,
@@ -138,24 +158,27 @@ def untrained(tokenizer: PreTrainedTokenizerFast, vocabulary: int, folder: Path)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of the warm start")
+    parser.add_argument("name", nargs="?", default="embedded", choices=POLICIES)
+    parser.add_argument("--steps", type=int, default=None, help="optimizer steps of the warm start; default: its own")
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--output", type=Path, default=FOLDER)
+    parser.add_argument("--output", type=Path, default=None, help="default: its place in the package")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
+    curriculum = POLICIES[chosen.name]
+    output = chosen.output or FOLDER / curriculum.folder
 
     torch.manual_seed(chosen.seed)
-    tokenizer = build_tokenizer(corpus())
-    policy = untrained(tokenizer, VOCABULARY, chosen.output)
+    tokenizer = build_tokenizer(corpus(curriculum.lessons()))
+    policy = untrained(tokenizer, output)
     chat = ChatFormat(tokenizer)
     for phase, (skill, share, learning_rate) in enumerate(PHASES):
-        stream = demonstrations(lessons(skill), chat, chosen.seed + phase, max_context=512)
-        steps = max(1, round(share * chosen.steps))
+        stream = demonstrations(curriculum.lessons(skill), chat, chosen.seed + phase, curriculum.max_context)
+        steps = max(1, round(share * (chosen.steps or curriculum.steps)))
         losses = train(policy, stream, steps=steps, batch_size=chosen.batch_size, learning_rate=learning_rate)
         for step, loss in enumerate(track(losses, total=steps, description=f"demonstrators of skill {skill:g}")):
             if step % 50 == 0 or step == steps - 1:
                 print(f"step {step}: {loss:.4f} nats per token", flush=True)
-    save(policy, tokenizer, chosen.output, torch.bfloat16)
+    save(policy, tokenizer, output, torch.bfloat16)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ class EmbeddedEngine(Engine):
 
     Args:
         model: folder, hub name, .gguf file or "embedded" (see `fr_lightning.models`); None: given to `start`.
-        dtype: of weights and keys/values, "float32" or "bfloat16". Updates are converted to it.
+        dtype: of weights and keys/values: "float32", "bfloat16", or "auto": bfloat16 where the device has units for
+            it. Updates are converted to it.
         device: "cpu", "cuda", "cuda:1", … or "auto": the first GPU if there is one.
         max_context: most tokens of one conversation, prompt and completion together (a model made for less keeps its
             own limit). Memory for keys and values grows with the longest conversation seen, up to this.
@@ -64,7 +65,7 @@ class EmbeddedEngine(Engine):
         self,
         *,
         model: str | None = None,
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        dtype: Literal["float32", "bfloat16", "auto"] = "float32",
         device: str = "cpu",
         max_context: int = 2048,
         max_sequences: int = 64,
@@ -74,8 +75,8 @@ class EmbeddedEngine(Engine):
         stall_timeout: float = 120.0,
         start_timeout: float = 300.0,
     ):
-        if dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype must be float32 or bfloat16, got {dtype!r}")
+        if dtype not in ("float32", "bfloat16", "auto"):
+            raise ValueError(f"dtype must be float32, bfloat16 or auto, got {dtype!r}")
         if kv_cache_on_update not in ("recompute", "keep"):
             raise ValueError(f"kv_cache_on_update must be recompute or keep, got {kv_cache_on_update!r}")
         if min(max_sequences, threads) < 1 or max_context < 8 or max_restarts < 0:

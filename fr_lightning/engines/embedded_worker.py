@@ -32,6 +32,7 @@ from fr_lightning.engines.base import Completion, Sampling
 from fr_lightning.engines.kv_slots import KVSlots, Span, UnsupportedAttention
 from fr_lightning.engines.sampling import sample
 from fr_lightning.engines.shared_weights import SharedWeights, WeightLayout
+from fr_lightning.models import fast_dtype
 from fr_lightning.trajectory import FinishReason
 
 PREFILL_TOKENS = 1024
@@ -280,7 +281,7 @@ def load_batcher(settings: WorkerSettings) -> tuple[Batcher, ModelFacts]:
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = getattr(torch, settings.dtype)
+    dtype = fast_dtype(device) if settings.dtype == "auto" else getattr(torch, settings.dtype)
     model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype, attn_implementation="sdpa")
     model.eval().to(device)
     config = model.config.get_text_config()

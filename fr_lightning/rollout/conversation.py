@@ -89,6 +89,18 @@ class ChatFormat:
             ids = ids[:-1]
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
+    def shortened(self, text: str, max_tokens: int) -> str:
+        """A text of at most about so many tokens: the middle of a longer one gives way to a note of how much is gone.
+
+        For observations only, which are yet to be tokenised; what the policy wrote is never touched.
+        """
+        ids = self._encode(text)
+        if len(ids) <= max_tokens:
+            return text
+        head, tail = (max_tokens + 1) // 2, max_tokens // 2
+        before, after = (self.tokenizer.decode(part) for part in (ids[:head], ids[len(ids) - tail :]))
+        return f"{before}\n[{len(ids) - head - tail} tokens left out]\n{after}"
+
     def _after_mark(self, message: Mapping[str, Any]) -> str:
         rendered = self._render(
             [_user("?"), {"role": "assistant", "content": MARK}, message], add_generation_prompt=True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
 import logging
 import threading
 from collections import Counter, deque
@@ -254,12 +255,18 @@ class Pool:
     def evaluate(
         self,
         episodes: Sequence[tuple[Task, int]],
-        runner: Runner,
+        runner_of: Callable[[Task], Runner],
         *,
         lockstep: bool,
         check: Callable[[], None] = lambda: None,
     ) -> Iterator[Trajectory | EpisodeFailed]:
         """Play (task, sample number) pairs, each once, and yield what came of each in the order given.
+
+        Args:
+            episodes: the pairs.
+            runner_of: how a task is played: tasks of different sets may be sampled differently.
+            lockstep: in waves, repeatable bit for bit, or as seats come free.
+            check: called while waiting; may raise.
 
         Raises:
             PoolFailed: nothing can be played.
@@ -274,17 +281,17 @@ class Pool:
             for task, sample in episodes
         ]
         if lockstep:
-            for start in range(0, len(rollouts), self._concurrency):
-                wave = rollouts[start : start + self._concurrency]
-                played = self._thread.run(self._play_together(wave, runner), check_all)
-                check_all()
-                yield from played
+            for runner, alike in itertools.groupby(rollouts, lambda rollout: runner_of(rollout.task)):
+                while wave := list(itertools.islice(alike, self._concurrency)):
+                    played = self._thread.run(self._play_together(wave, runner), check_all)
+                    check_all()
+                    yield from played
             return
         seats = asyncio.Semaphore(self._concurrency)
 
         async def seated(rollout: Rollout) -> Trajectory | EpisodeFailed:
             async with seats:
-                return await self._attempts(rollout.task, rollout.id, rollout.seed, runner)
+                return await self._attempts(rollout.task, rollout.id, rollout.seed, runner_of(rollout.task))
 
         futures = [self._thread.submit(seated(rollout)) for rollout in rollouts]
         try:

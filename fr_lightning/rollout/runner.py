@@ -42,6 +42,8 @@ class EpisodeLimits:
         max_turns: calls of the engine.
         max_tokens: policy tokens over all turns; None: as many as the context holds.
         max_context: tokens of the whole conversation, prompts and observations included.
+        max_observation_tokens: of one observation of the environment; of a longer one (a tool's output) the middle is
+            left out, and the policy is told so.
         env_timeout: seconds for one `reset` or `step`; a longer one is a `timeout` failure, not a reward.
         generate_timeout: seconds for one turn's generation, waiting for a place included.
     """
@@ -49,11 +51,13 @@ class EpisodeLimits:
     max_turns: int = 16
     max_tokens: int | None = None
     max_context: int = 2048
+    max_observation_tokens: int | None = None
     env_timeout: float = 60.0
     generate_timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        if min(self.max_turns, self.max_context, self.max_tokens or 1) < 1:
+        bounds = (self.max_turns, self.max_context, self.max_tokens, self.max_observation_tokens)
+        if any(bound is not None and bound < 1 for bound in bounds):
             raise ValueError(f"episode limits must be ≥ 1, got {self}")
         if min(self.env_timeout, self.generate_timeout) <= 0:
             raise ValueError(f"episode deadlines must be > 0 seconds, got {self}")
@@ -156,7 +160,10 @@ class Runner:
             if len(turns) == self.limits.max_turns:
                 truncated = True
                 break
-            conversation.add_observation(_text(observation, "env.step"), info.get("role", "user"))
+            shown = _text(observation, "env.step")
+            if self.limits.max_observation_tokens is not None:
+                shown = self.chat.shortened(shown, self.limits.max_observation_tokens)
+            conversation.add_observation(shown, info.get("role", "user"))
         return Trajectory(
             token_ids=conversation.token_ids,  # pyright: ignore[reportArgumentType]
             policy_mask=conversation.policy_mask,  # pyright: ignore[reportArgumentType]

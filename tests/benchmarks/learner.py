@@ -3,8 +3,10 @@
     python -m tests.benchmarks.learner --model HuggingFaceTB/SmolLM2-135M-Instruct --rows 32 --tokens 128 --rounds 3
 
 Every way makes the same step: forward, per-token log-probabilities and entropies, loss, backward, fused AdamW, on the
-same random token ids; `--rows` rows of `--tokens` tokens, the first 16 of each a prompt; float32 weights, and bfloat16
-autocast unless `--precision float32`. Nothing is generated.
+same random token ids: `--rows` rows, the first 16 tokens of each a prompt; all of `--tokens` tokens or, with `--lengths
+mixed`, of log-normal lengths up to that, as episodes have. Tokens a second are of real tokens, padding not counted.
+float32 weights, and bfloat16 autocast unless `--precision float32`, which is faster on a CPU without bfloat16 units.
+Nothing is generated.
 
 - `ours`: `Policy` and `policy_loss`, in micro-batches of `--max-tokens`.
 - `plain`: the same loop and micro-batches, with the model's logits → float32 → log_softmax → gather, and entropies.
@@ -25,7 +27,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import random
 import resource
 import statistics
 import subprocess
@@ -70,6 +74,15 @@ def random_tokens(rows: int, tokens: int, vocabulary: int) -> Tensor:
     return torch.randint(20, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(0))
 
 
+def row_lengths(args: argparse.Namespace) -> list[int]:
+    """Tokens of each row, prompt included."""
+    if args.lengths == "equal":
+        return [args.tokens] * args.rows
+    median, chance = args.tokens / 4, random.Random(0)
+    drawn = [chance.lognormvariate(math.log(median), 0.8) for _ in range(args.rows - 1)]
+    return [args.tokens, *(min(args.tokens, max(2 * PROMPT, round(length))) for length in drawn)]
+
+
 def plain_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """As most trainers do: everything in float32, at once."""
     distribution = logits.float().log_softmax(dim=-1)
@@ -78,14 +91,17 @@ def plain_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return distribution.gather(-1, targets[..., None])[..., 0], entropies
 
 
+def trajectory(ids: Tensor) -> Trajectory:
+    mask = torch.arange(len(ids)) >= PROMPT
+    return Trajectory(ids, mask, torch.where(mask, -11.0, 0.0), torch.where(mask, 0, -1), reward=0.0)
+
+
 def measure_loop(
     args: argparse.Namespace, forward: Callable[[PaddedRows], tuple[Tensor, Tensor]], model
 ) -> list[tuple[float, float]]:
     """Begin and end of the second of two steps of our own loop."""
     ids = random_tokens(args.rows, args.tokens, model.config.vocab_size)
-    mask = torch.arange(args.tokens) >= PROMPT
-    behavior = torch.where(mask, -11.0, 0.0)
-    batch = TrajectoryBatch(Trajectory(row, mask, behavior, torch.where(mask, 0, -1), reward=0.0) for row in ids)
+    batch = TrajectoryBatch(trajectory(row[:length]) for row, length in zip(ids, row_lengths(args), strict=True))
     advantages = torch.linspace(-1.0, 1.0, args.rows)
     objective = Objective(gate="none")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
@@ -143,7 +159,7 @@ def measure_trl(args: argparse.Namespace, per_device: int, checkpointing: bool) 
     class GivenTokens(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
             ids = random_tokens(args.rows, args.tokens, len(tokenizer))
-            mask = torch.ones_like(ids)
+            mask = (torch.arange(args.tokens)[None] < torch.tensor(row_lengths(args))[:, None]).long()
             return {
                 "prompt_ids": ids[:, :PROMPT], "prompt_mask": mask[:, :PROMPT],
                 "completion_ids": ids[:, PROMPT:], "completion_mask": mask[:, PROMPT:],
@@ -234,14 +250,14 @@ def child(args: argparse.Namespace) -> None:
             "trl-whole": lambda: measure_trl(args, args.rows, checkpointing=True),
         }
         begin, end = ways[args.child]()
-        tokens = args.rows * args.tokens
+        tokens = sum(row_lengths(args))
         result = {"speed": tokens / (end[0] - begin[0]), "economy": tokens / (end[1] - begin[1]), "peak": peak_rss()}
     print(json.dumps(result))
 
 
 def measured(args: argparse.Namespace, way: str) -> dict[str, float]:
     command = [sys.executable, "-m", "tests.benchmarks.learner", "--child", way]
-    for name in ("model", "rows", "tokens", "max_tokens", "chunk_tokens", "precision", "threads"):
+    for name in ("model", "rows", "tokens", "lengths", "max_tokens", "chunk_tokens", "precision", "threads"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "TOKENIZERS_PARALLELISM": "false"}
@@ -256,6 +272,7 @@ def main() -> None:
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128, help=f"of a row, {PROMPT} of them a prompt")
+    parser.add_argument("--lengths", choices=("equal", "mixed"), default="equal")
     parser.add_argument("--max-tokens", type=int, default=512, help="of a micro-batch, ours and plain")
     parser.add_argument("--chunk-tokens", type=int, default=PolicyConfig.chunk_tokens)
     parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
@@ -275,7 +292,10 @@ def main() -> None:
             found[way].append(measured(args, way))
             print(way, found[way][-1], file=sys.stderr, flush=True)
     micro = f"micro-batches of {args.max_tokens} tokens, {args.threads} threads"
-    print(f"{args.rows} rows × {args.tokens} tokens, {args.precision}, {micro}")
+    lengths = row_lengths(args)
+    print(
+        f"{args.rows} rows of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all, {args.precision}, {micro}"
+    )
     print(f"{'way':<12} {'tokens/s':>9} {'tokens/CPU-s':>13} {'peak GiB':>9}   tokens/s of each round")
     for way, rounds in found.items():
         speed, economy, peak = (statistics.median(one[key] for one in rounds) for key in ("speed", "economy", "peak"))

@@ -13,6 +13,7 @@ from fr_lightning.envs import alfworld_env
 from fr_lightning.envs.alfworld_data import TASK_TYPES, GameDataError
 from fr_lightning.envs.alfworld_env import ALFWorldEnv
 from fr_lightning.envs.alfworld_workers import WorkerSettings
+from fr_lightning.envs.base import NotReady
 
 pytestmark = needs_engine
 ONE = WorkerSettings(processes=1)
@@ -62,6 +63,7 @@ def test_the_first_observation_tells_the_room_the_task_and_what_can_be_done(make
     assert "help" not in commands
     assert any(command.startswith("go to ") for command in commands)
     assert info["game"] == task["id"]
+    assert info["game"].startswith(f"{task['set']}/")
     assert info["task_type"] in TASK_TYPES
     assert (info["won"], info["success"], info["steps"], info["invalid_actions"]) == (False, False, 0, 0)
     assert "(place)" in env.system_prompt
@@ -183,17 +185,17 @@ def test_a_killed_worker_costs_neither_the_episode_nor_its_reward(make):
     ],
 )
 def test_bad_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, NotReady), match=message):
         ALFWorldEnv(**{"data": "embedded", **settings})
 
 
 def test_missing_data_is_an_error_of_its_own():
-    assert issubclass(GameDataError, ValueError)
+    assert issubclass(GameDataError, NotReady)
 
 
 def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'fr-lightning\[alfworld\]'"):
+    with pytest.raises(NotReady, match=r"pip install 'fr-lightning\[alfworld\]'"):
         ALFWorldEnv()
 
 

@@ -144,3 +144,16 @@ def test_a_tokenizer_without_a_template_is_refused():
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chat template"):
         ChatFormat(tokenizer)
+
+
+def test_a_long_observation_gives_way_in_its_middle(chat):
+    text = " ".join(str(number) for number in range(400))
+    short = chat.shortened(text, 20)
+    count = len(chat.tokenizer(text)["input_ids"])
+    before, note, after = short.split("\n")
+    assert text.startswith(before)
+    assert text.endswith(after)
+    assert note == f"[{count - 20} tokens left out]"
+    assert len(chat.tokenizer(before)["input_ids"]) == len(chat.tokenizer(after)["input_ids"]) == 10
+    assert chat.shortened(text, count) == text
+    assert chat.shortened("", 1) == ""

@@ -249,7 +249,7 @@ def test_evaluation_plays_each_episode_once_in_order(thread, chat, lockstep):
 
     pool = make_pool(thread, chat, env=lambda: Echo(fail=odd), concurrency=3)
     episodes = [(Task(id=f"validation/{n}", seed=n), sample) for n in range(5) for sample in range(2)]
-    results = list(pool.evaluate(episodes, pool.runner, lockstep=lockstep))
+    results = list(pool.evaluate(episodes, lambda task: pool.runner, lockstep=lockstep))
     assert len(results) == 10
     for (task, _), result in zip(episodes, results, strict=True):
         if task.seed == 3:
@@ -274,7 +274,9 @@ def test_evaluation_retries_and_stops_early_when_nothing_works(thread, chat, loc
     episodes = [(Task(id=f"validation/{n}", seed=n), 0) for n in range(100)]
     settings = {"retry": RetryPolicy(attempts=2, backoff=0.0, max_failure_share=1.0)}
     pool = make_pool(thread, chat, env=lambda: Echo(fail=once), **settings)
-    assert all(isinstance(r, Trajectory) for r in pool.evaluate(episodes[:9], pool.runner, lockstep=lockstep))
+    assert all(
+        isinstance(r, Trajectory) for r in pool.evaluate(episodes[:9], lambda task: pool.runner, lockstep=lockstep)
+    )
     pool.stop()
 
     def always(env):
@@ -282,7 +284,7 @@ def test_evaluation_retries_and_stops_early_when_nothing_works(thread, chat, loc
 
     pool = make_pool(thread, chat, env=lambda: Echo(fail=always))
     with pytest.raises(PoolFailed, match=r"games/valid\.json"):
-        list(pool.evaluate(episodes, pool.runner, lockstep=lockstep))
+        list(pool.evaluate(episodes, lambda task: pool.runner, lockstep=lockstep))
     pool.stop()
 
 

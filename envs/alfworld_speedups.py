@@ -2,8 +2,9 @@
 
 Invariant: what a game says and which commands it admits is letter for letter what stock TextWorld would say and admit.
 Only repeated work goes: grammar fragments are parsed once, a problem is translated to SAS once (and, with a cache
-folder, once per machine), contexts are copied as deep as they are written to, and the planner's own translation waits
-until somebody plans. All of it is put on from outside, on the releases it was checked on and on no others.
+folder, once per machine), contexts are copied as deep as they are written to, facts are sorted and commands put into
+words again only when facts they read have changed, and the planner's own translation waits until somebody plans. All of
+it is put on from outside, on the releases it was checked on and on no others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import pickle
 import re
 import zlib
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -42,8 +43,9 @@ def obstacle() -> str | None:
 def install(cache: Path | None = None) -> None:
     """Put the speed-ups on, for good. `cache`: folder for translations; None: none are kept on disk."""
     import fast_downward  # pyright: ignore[reportMissingImports]
+    import textworld.logic  # pyright: ignore[reportMissingImports]
     from textworld.envs.pddl import logic, textgen  # pyright: ignore[reportMissingImports]
-    from textworld.logic import Rule  # pyright: ignore[reportMissingImports]
+    from textworld.logic import Rule, State  # pyright: ignore[reportMissingImports]
 
     parse_fragment = textgen._parse_and_convert
     fragments = functools.lru_cache(8192)(lambda text, rule: parse_fragment(text, rule_name=rule))
@@ -53,6 +55,11 @@ def install(cache: Path | None = None) -> None:
 
     parse_query = Rule.parse_conjunctive_query
     Rule.parse_conjunctive_query = functools.lru_cache(8192)(parse_query)
+
+    _remember_facts(logic.PddlState, State)
+    textworld.logic.sorted = lambda values: values if type(values) is _Sorted else sorted(values)
+    grammar = textgen.ContextSensitiveGrammar
+    grammar.derive = _remembering(grammar.derive, _Reads(textgen))
 
     logic._parse_and_convert = _GrammarParser(logic._parse_and_convert, textgen)
     fast_downward.pddl2sas = Translator(fast_downward.pddl2sas, cache)
@@ -73,6 +80,105 @@ def _fresh(symbols: Any) -> Any:
 def _copy_context(context: dict[str, Any]) -> dict[str, Any]:
     """The two tables that queries add to; what is in them is only read."""
     return {**context, "variables": dict(context["variables"]), "mapping": dict(context["mapping"])}
+
+
+class _Sorted(list[Any]):
+    """Facts in order; not to be changed."""
+
+
+class _Memory:
+    """What was worked out from the facts of one state, until they change. `versions` counts changes by predicate."""
+
+    def __init__(self) -> None:
+        self.versions: defaultdict[str, int] = defaultdict(int)
+        self.facts: list[Any] | None = None
+        self.by_signature: dict[Any, _Sorted] = {}
+        self.derived: dict[Any, str] = {}
+
+    @staticmethod
+    def of(state: Any) -> _Memory:
+        try:
+            return state.__dict__["memory"]
+        except KeyError:
+            return state.__dict__.setdefault("memory", _Memory())
+
+    def change(self, signature: Any) -> None:
+        self.versions[signature.name] += 1
+        self.facts = None
+        self.by_signature.pop(signature, None)
+
+
+def _remember_facts(pddl_state: Any, state: Any) -> None:
+    """All changes of a state go through two methods; in between, its facts are listed and sorted once."""
+
+    def add_fact(self: Any, fact: Any) -> None:
+        _Memory.of(self).change(fact.signature)
+        state.add_fact(self, fact)
+
+    def remove_fact(self: Any, fact: Any) -> None:
+        _Memory.of(self).change(fact.signature)
+        state.remove_fact(self, fact)
+
+    def facts(self: Any) -> list[Any]:
+        memory = _Memory.of(self)
+        if memory.facts is None:
+            memory.facts = list(state.facts.fget(self))
+        return memory.facts
+
+    def facts_with_signature(self: Any, signature: Any) -> _Sorted:
+        known = _Memory.of(self).by_signature
+        if signature not in known:
+            known[signature] = _Sorted(sorted(state.facts_with_signature(self, signature)))
+        return known[signature]
+
+    pddl_state.add_fact = add_fact
+    pddl_state.remove_fact = remove_fact
+    pddl_state.facts = property(facts)
+    pddl_state.facts_with_signature = facts_with_signature
+
+
+class _Reads:
+    """The predicates that a text reads when it is derived; None if rules of the grammar decide."""
+
+    def __init__(self, textgen: Any):
+        self._textgen = textgen
+        self._of = functools.lru_cache(8192)(self._find)
+
+    def __call__(self, text: str) -> tuple[str, ...] | None:
+        return self._of(text)
+
+    def _find(self, text: str) -> tuple[str, ...] | None:
+        names: set[str] = set()
+        waiting = list(self._textgen._parse_and_convert(text, rule_name="symbols"))
+        while waiting:
+            symbol = waiting.pop()
+            if isinstance(symbol, self._textgen.NonterminalSymbol):
+                return None
+            if isinstance(symbol, self._textgen.ListSymbol):
+                waiting.append(symbol.symbol)
+            elif isinstance(symbol, self._textgen.ConditionalSymbol):
+                waiting.append(symbol.expression)
+                if symbol.given:
+                    rule = self._textgen.Rule.parse_conjunctive_query(symbol.given)
+                    names.update(condition.name for condition in rule.preconditions)
+        return tuple(sorted(names))
+
+
+def _remembering(derive: Callable[..., str], reads: _Reads) -> Callable[..., str]:
+    """Derives a text again only where the facts it reads have changed since, for the same things of the same game."""
+
+    def remembering(self: Any, start: str, context: dict[str, Any]) -> str:
+        predicates = reads(start)
+        if predicates is None:
+            return derive(self, start, context)
+        memory = _Memory.of(context["state"])
+        versions = tuple(memory.versions[name] for name in predicates)
+        key = start, tuple(context["mapping"].items()), versions
+        if key not in memory.derived:
+            memory.derived[key] = derive(self, start, context)
+        return memory.derived[key]
+
+    return remembering
 
 
 class _GrammarParser:

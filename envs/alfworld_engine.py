@@ -22,6 +22,9 @@ OLD_COMMAND = re.compile(r"put (.+) in/on (.+)")
 TASK = re.compile(r'"rhs":\s*"Your task is to: (.*?)\.?"')
 GRAMMARS_TASK = "UNKNOWN GOAL"
 
+UNREACHABLE = "val1"
+"""A fact of the stand-in problem that the translator makes of one whose goal is false for ever."""
+
 LIVE_GAMES = 64
 LIVE_GAMES_WITH_OWN_LIBRARY = 8
 
@@ -127,6 +130,8 @@ class Engine:
             SystemExit,
         ) as error:  # the translator leaves by whatever exception, or exit, its part raises
             self._spare.append(env)
+            if isinstance(error, KeyError) and error.args == (UNREACHABLE,):
+                raise GameError("its goal can never be reached: remove it, or mark it unsolvable") from error
             raise GameError(
                 f"the engine cannot load it ({type(error).__name__}: {error}): mend or remove it"
             ) from error

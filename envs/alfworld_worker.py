@@ -25,14 +25,19 @@ def main(speedups: str, cache: str, live_games: str) -> None:
 
 
 def answer(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
-    """`{"do": "open" | "step" | "plan", "key", …}`; `closed` lists games that nobody plays any more."""
+    """`{"do": "open" | "step" | "plan", "key", …}`; `closed` lists games that nobody plays any more.
+
+    `then` is a request to answer right after a game was opened, before it may be let go of for another.
+    """
     for key in request.get("closed", ()):
         engine.close(key)
     key = request["key"]
     try:
         match request["do"]:
             case "open":
-                return engine.open(key, request["game"], request["commands"])
+                opened = engine.open(key, request["game"], request["commands"])
+                then = request.get("then")
+                return opened if then is None else {**opened, "then": answer(engine, {**then, "key": key})}
             case "step":
                 return engine.step(key, request["command"])
             case "plan":

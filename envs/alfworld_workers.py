@@ -191,7 +191,7 @@ class Session:
             EngineFailed: the engine could not answer.
         """
         self._commands, self._state = [], None
-        return self._survive(self._open)
+        return _state(self._survive(self._open))
 
     def step(self, command: str) -> State:
         """Give a command; one that the game does not admit changes nothing, as its answer says.
@@ -220,8 +220,9 @@ class Session:
                 self._slot.sessions -= 1
             self._slot.closed.append(self._key)
 
-    def _open(self) -> State:
-        reply = self._ask({"do": "open", "game": self._game, "commands": self._commands})
+    def _open(self, then: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Start the game, or play it again to where it was, and at once what comes `then`, whose reply it returns."""
+        reply = self._ask({"do": "open", "game": self._game, "commands": self._commands, "then": then})
         self.walkthrough = reply["walkthrough"]
         state = _state(reply)
         if self._state is None:
@@ -230,20 +231,16 @@ class Session:
             raise EngineFailed(f"game {self._name}: played again, it differs after {len(self._commands)} commands")
         else:
             self._workers.replayed += 1
-        return state
+        return reply if then is None else self._checked(reply["then"])
 
     def _ask_live(self, request: dict[str, Any]) -> dict[str, Any]:
         reply = self._ask(request)
-        if "gone" not in reply:
-            return reply
-        self._open()
-        reply = self._ask(request)
-        if "gone" in reply:
-            raise EngineFailed(f"game {self._name} was let go of at once: raise live_games")
-        return reply
+        return self._open(request) if "gone" in reply else reply
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        reply = self._workers.ask(self._slot, {**request, "key": self._key})
+        return self._checked(self._workers.ask(self._slot, {**request, "key": self._key}))
+
+    def _checked(self, reply: dict[str, Any]) -> dict[str, Any]:
         if "game_error" in reply:
             raise GameError(f"game {self._name}: {reply['game_error']}")
         if "engine_error" in reply:

@@ -10,7 +10,7 @@ from fr_lightning.envs.alfworld_data import Games
 from fr_lightning.envs.alfworld_workers import Workers, WorkerSettings
 
 pytestmark = needs_engine
-REAL = 6
+REAL = 3
 """Real games compared with stock; the benchmark compares more."""
 
 
@@ -37,13 +37,13 @@ def test_speed_ups_are_on_here():
 
 
 def test_transcripts_of_embedded_games_are_stocks():
-    games = Games.find("embedded").split("valid_unseen")[::6]
-    assert {game.task_type for game in games} > {"pick_two_obj_and_place", "look_at_obj_in_light"}
+    games = Games.find("embedded").split("valid_unseen")[::12]
+    assert len({game.task_type for game in games}) == 6
     assert walks(games, speedups=True) == walks(games, speedups=False)
 
 
 def test_transcripts_of_real_games_are_stocks(sample):
-    games = sample.split("valid_seen")[:: 140 // REAL]
+    games = sample.split("valid_seen")[20 :: 140 // REAL]
     assert walks(games, speedups=True) == walks(games, speedups=False)
 
 

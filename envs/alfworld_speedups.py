@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-CHECKED = {"textworld": "1.7.0", "fast-downward-textworld": "20.6.1", "alfworld": "0.4.2"}
+CHECKED = {"textworld": "1.7.0", "fast-downward-textworld": "20.6.4", "alfworld": "0.4.2"}
 """The releases whose stock transcripts the speed-ups were compared with."""
 
 TRANSLATIONS_IN_MEMORY = 8

@@ -1,7 +1,7 @@
 """What ALFWorld costs here, beside ALFWorld's own `AlfredTWEnv` on as many processes; and whether workers stay small.
 
-    python tests/benchmarks/alfworld.py --data FOLDER        # the table, on real games; without --data on embedded ones
-    python tests/benchmarks/alfworld.py --endure 600         # 64 episodes at once, a worker killed every 20 s
+    python tests/benchmarks/alfworld_games.py --data FOLDER        # the table, on real games; without --data on embedded ones
+    python tests/benchmarks/alfworld_games.py --endure 600         # 64 episodes at once, a worker killed every 20 s
 
 Both play the same games by the same seeded commands, taking turns game by game, and every text and every list of
 commands must be equal. Times are medians with the 95th percentile in brackets; memory is proportional set size, read
@@ -65,6 +65,7 @@ class Stock:
         began = time.perf_counter()
         texts, infos = self.env.reset()
         times["reset"].append(time.perf_counter() - began)
+        files = list(infos["extra.gamefile"])
         transcripts = [[entry] for entry in self._entries(texts, infos)]
         for _ in range(steps):
             commands = choose([transcript[-1][1] for transcript in transcripts], dice)
@@ -73,7 +74,7 @@ class Stock:
             times["step"].append(time.perf_counter() - began)
             for transcript, entry in zip(transcripts, self._entries(texts, infos), strict=True):
                 transcript.append(entry)
-        return list(infos["extra.gamefile"]), transcripts
+        return files, transcripts
 
     @staticmethod
     def _entries(texts: Any, infos: Any) -> Transcript:
@@ -113,6 +114,8 @@ def compare(data: str | None, processes: int, rounds: int, steps: int) -> None:
         by_file = {game.source["file"]: game for game in found.split("valid_seen")}
         stock = Stock(found.origin, processes, steps + 1)
         workers = Workers(WorkerSettings(processes=processes))
+        for game in Games.find("embedded").split("train")[:processes]:  # starts the processes, as stock's are by now
+            workers.session(game.id, game.source).start()
         workers_times: dict[str, list[float]] = {"reset": [], "step": []}
         stock_times: dict[str, list[float]] = {"reset": [], "step": []}
         spent = {"stock": 0.0, "ours": 0.0}

@@ -25,17 +25,18 @@ from fr_lightning.warm_start import Lesson, demonstrations, save, train
 
 FOLDER = Path(__file__).with_name("alfworld_policy")
 VOCABULARY = 768
-SKILL = 0.5
+SKILL = 0.6
 MAX_CONTEXT = 1536
+MAX_STEPS = 30
 
 
 def make_env() -> ALFWorldEnv:
     """The games of `configs/alfworld_quickstart.yaml`."""
-    return ALFWorldEnv(data="embedded", list_commands=False, max_steps=30, system_prompt="")
+    return ALFWorldEnv(data="embedded", list_commands=False, max_steps=MAX_STEPS, system_prompt="")
 
 
-def corpus(games: int = 200) -> list[str]:
-    """What the game and a demonstrator say."""
+def corpus(games: int) -> list[str]:
+    """What the game and a demonstrator say in so many episodes."""
     env = make_env()
     texts = []
     for seed in range(games):
@@ -60,6 +61,7 @@ def shuffled(played: list[Trajectory], seed: int) -> Iterator[Trajectory]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=int, default=200, help="episodes that the vocabulary is made from")
     parser.add_argument("--demonstrations", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of the warm start")
     parser.add_argument("--batch-size", type=int, default=32)
@@ -70,9 +72,11 @@ def main() -> None:
     chosen = parser.parse_args()
 
     torch.manual_seed(chosen.seed)
-    tokenizer = build_tokenizer(corpus(), VOCABULARY)
+    tokenizer = build_tokenizer(corpus(chosen.corpus), VOCABULARY)
     policy = untrained(tokenizer, chosen.output, VOCABULARY)
-    stream = demonstrations([Lesson(make_env, chosen.skill)], ChatFormat(tokenizer), chosen.seed, MAX_CONTEXT)
+    stream = demonstrations(
+        [Lesson(make_env, chosen.skill)], ChatFormat(tokenizer), chosen.seed, MAX_CONTEXT, MAX_STEPS
+    )
     played = list(track(itertools.islice(stream, chosen.demonstrations), total=chosen.demonstrations))
     print(
         f"{len(played)} demonstrations: {sum(t.success for t in played) / len(played):.2f} won, "

@@ -1,7 +1,7 @@
 """What ALFWorld costs here, beside ALFWorld's own `AlfredTWEnv` on as many processes; and whether workers stay small.
 
-    python tests/benchmarks/alfworld_games.py --data FOLDER        # the table, on real games; without --data on embedded ones
-    python tests/benchmarks/alfworld_games.py --endure 600         # 64 episodes at once, a worker killed every 20 s
+    python tests/benchmarks/alfworld_games.py --data FOLDER     # the table, on real games; without, on embedded ones
+    python tests/benchmarks/alfworld_games.py --endure 600      # 64 episodes at once, a worker killed every 20 s
 
 Both play the same games by the same seeded commands, taking turns game by game, and every text and every list of
 commands must be equal. Times are medians with the 95th percentile in brackets; memory is proportional set size, read

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
+import tempfile
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fr_lightning.envs.alfworld_engine import GameError
@@ -96,8 +99,9 @@ class Workers:
         self._slots = [_Slot() for _ in range(settings.count)]
         self._keys = itertools.count()
         self._choosing = threading.Lock()
+        self._scratch = tempfile.TemporaryDirectory(prefix="fr-lightning-alfworld-")
         self._ended = threading.Event()
-        self._finalizer = weakref.finalize(self, _end, self._slots, self._ended, os.getpid())
+        self._finalizer = weakref.finalize(self, _end, self._slots, self._ended, self._scratch, os.getpid())
 
     def session(self, name: str, game: Mapping[str, Any]) -> Session:
         """A game to play, on the process that has the fewest. `name` is for messages; the engine loads `game`."""
@@ -148,14 +152,18 @@ class Workers:
                 str(settings.live_games or ""),
             ]
             self._check_open()
+            scratch = Path(self._scratch.name) / str(self._slots.index(slot))
+            environment = {
+                "ALFWORLD_DATA": "/",  # alfworld makes the folder of this name when it is imported
+                "OMP_NUM_THREADS": "1",
+                "PYTHONHASHSEED": "0",  # the same order of sets in every worker
+                "TMPDIR": str(scratch),
+            }
+            shutil.rmtree(scratch, ignore_errors=True)  # what one that was killed has left
             try:
-                slot.process = WorkerProcess(
-                    "alfworld_worker",
-                    arguments,
-                    # alfworld makes a folder of this name when it is imported; the hash seed fixes the order of sets
-                    {"ALFWORLD_DATA": "/", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
-                )
-            except WorkerDied as error:
+                scratch.mkdir()
+                slot.process = WorkerProcess("alfworld_worker", arguments, environment)
+            except (WorkerDied, OSError) as error:
                 raise EngineFailed(f"the ALFWorld engine did not start: {error}") from error
             slot.started = 0
             if self._ended.is_set():  # closed while it started
@@ -263,7 +271,7 @@ def _state(reply: dict[str, Any]) -> State:
     return State(reply["observation"], tuple(reply["commands"]), reply["won"])
 
 
-def _end(slots: list[_Slot], ended: threading.Event, owner: int) -> None:
+def _end(slots: list[_Slot], ended: threading.Event, scratch: tempfile.TemporaryDirectory[str], owner: int) -> None:
     ended.set()
     if os.getpid() != owner:  # a fork has none of its own
         return
@@ -271,6 +279,7 @@ def _end(slots: list[_Slot], ended: threading.Event, owner: int) -> None:
         process = slot.process
         if process is not None:
             process.end()
+    scratch.cleanup()
 
 
 _leases: dict[tuple[int, WorkerSettings], tuple[Workers, int]] = {}

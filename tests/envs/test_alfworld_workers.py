@@ -177,6 +177,7 @@ def test_workers_are_shared_and_end_with_their_last_holder(games):
     assert alive(pid)
     release_two()
     assert not alive(pid)
+    assert not os.path.exists(one._scratch.name)
     with pytest.raises(EngineFailed, match="closed"):
         one.session(games[0].id, games[0].source).start()
 

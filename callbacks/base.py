@@ -7,11 +7,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
 from fr_lightning.module import Update
+
+
+def run_folder(trainer: pl.Trainer) -> Path:
+    """Where rank 0 writes. `trainer.log_dir` is a broadcast, and one that only rank 0 joins puts ranks out of step."""
+    logger = trainer.loggers[0] if trainer.loggers else None
+    folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
+    return Path(folder or trainer.default_root_dir)
 
 
 class UpdateCallback(pl.Callback):

@@ -7,13 +7,13 @@ written at the end of training, also when an exception or a signal ends it.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from fr_lightning.callbacks.base import run_folder
 from fr_lightning.module import FlashReinforce
 
 PANELS: dict[str, tuple[str, ...]] = {
@@ -76,7 +76,7 @@ class Curves(pl.Callback):
     def _write(self, trainer: pl.Trainer) -> None:
         if not trainer.is_global_zero:
             return
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        folder = run_folder(trainer)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "curves.png"
         self.figure().savefig(path, dpi=110)

@@ -5,11 +5,11 @@ Invariant: shows the tokens as trained on, special tokens and tool output includ
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
+from fr_lightning.callbacks.base import run_folder
 from fr_lightning.datamodule import RolloutDataModule
 from fr_lightning.trajectory import Trajectory
 
@@ -34,7 +34,7 @@ class Transcripts(pl.Callback):
         version = outputs["update"].version
         if not self._every or version % self._every or not trainer.is_global_zero:
             return
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        folder = run_folder(trainer)
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "transcripts.txt").open("a", encoding="utf-8") as file:
             for trajectory in list(batch)[: self._count]:

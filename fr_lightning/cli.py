@@ -21,6 +21,7 @@ CONFIGS_HELP = """commands:
   doctor      what this machine has, and what is missing
   play        play an environment yourself in the terminal
   warm-start  supervised training on an environment's own expert
+  export      the policy of a checkpoint as a plain Hugging Face folder
 
 `fr-lightning COMMAND --help` explains every setting. A bare file name is also looked for among the configurations that
 come with the package: `--config quickstart.yaml`. Several --config are merged, later ones win; so do options after
@@ -46,7 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"usage: fr-lightning COMMAND [options]\n\n{CONFIGS_HELP}")
         return 0
     command, rest = arguments[0], arguments[1:]
-    own: dict[str, Callable[[list[str]], int]] = {"doctor": _doctor, "play": _play, "warm-start": _warm_start}
+    own: dict[str, Callable[[list[str]], int]] = {
+        "doctor": _doctor,
+        "play": _play,
+        "warm-start": _warm_start,
+        "export": _export,
+    }
     if command in own:
         return own[command](rest)
     if command in ("fit", "validate", "test", "predict"):
@@ -120,6 +126,19 @@ def _play(arguments: list[str]) -> int:
     from fr_lightning.play import play
 
     return play(chosen.env, chosen.seed)
+
+
+def _export(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "fr-lightning export", description="The policy of a checkpoint as a plain Hugging Face folder."
+    )
+    parser.add_argument("--checkpoint", required=True, help="a .ckpt file of fr-lightning fit")
+    parser.add_argument("--model", required=True, help="the model the run began with: name, folder or GGUF file")
+    parser.add_argument("--output", required=True, help="folder to write; must not exist yet")
+    chosen = parser.parse_args(arguments)
+    from fr_lightning.export import export
+
+    return export(chosen.checkpoint, chosen.model, chosen.output)
 
 
 def _warm_start(arguments: list[str]) -> int:

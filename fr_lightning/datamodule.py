@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fr_lightning.engines.base import Engine, Sampling
 from fr_lightning.envs.base import TextEnv
+from fr_lightning.parallel import gather_objects
 from fr_lightning.rollout.conversation import ChatFormat
 from fr_lightning.rollout.ledger import Ledger, TaskSource
 from fr_lightning.rollout.pool import LoopThread, Pool, RetryPolicy, wait
@@ -82,11 +83,12 @@ class RolloutDataModule(pl.LightningDataModule):
         env: the environment: a class_path (its init_args are the environment's settings) or a Gymnasium id such as
             `fr_lightning/Calculator-v0`.
         engine: the generation engine.
-        batch_size: B, trajectories per update and per rank.
+        batch_size: B, trajectories per update, over all ranks together; each rank plays its share.
         mode: `async`: episodes run while the learner learns. `sync`: the learner and the episodes take turns, and two
             runs of the same seed are equal bit for bit (for tests and debugging).
-        concurrency: episodes in flight.
-        max_queued: completed trajectories that may wait for the learner before no further episode starts; null: B.
+        concurrency: episodes in flight on each rank.
+        max_queued: completed trajectories that may wait for the learner before no further episode starts, on each rank;
+            null: its share of B.
         lag: how stale a trajectory may be when it is trained on.
         sampling: how tokens are drawn. Training needs the full distribution: no top-p, top-k or min-p.
         limits: where an episode is cut off.
@@ -131,7 +133,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.evaluation = evaluation
         self._make_env = _env_factory(env)
         self._concurrency = concurrency
-        self._max_queued = batch_size if max_queued is None else max_queued
+        self._max_queued = max_queued
         self._lag = lag
         self._sampling = sampling
         self._limits = limits
@@ -156,7 +158,7 @@ class RolloutDataModule(pl.LightningDataModule):
         """Start the engine's event loop and, on it, the engine; weights follow with the first publication."""
         if self._thread is not None:
             return
-        model = self._learner.model_name
+        model, share = self._learner.model_name, self._share()
         if stage == "fit":
             self._check_learner()
         self._reference_env = self._make_env()
@@ -182,9 +184,9 @@ class RolloutDataModule(pl.LightningDataModule):
             Runner(self.engine, chat, self._sampling, self._limits),
             self._make_env,
             self._ledger,
-            batch_size=self.batch_size,
+            batch_size=share,
             concurrency=self._concurrency,
-            max_queued=self._max_queued,
+            max_queued=share if self._max_queued is None else self._max_queued,
             lag=self._lag,
             retry=self._retry,
             engine_version=lambda: self.engine.version,
@@ -205,20 +207,20 @@ class RolloutDataModule(pl.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         if self._ledger is None:
             return {}
-        if self._pool is not None and self.published_version != self._learner.policy_version:
-            self._pool.trained()  # stopped between the optimizer's step and its publication
-        return {"ledger": self._ledger.state_dict()}
+        return {"ledgers": gather_objects(self._ledger_now())}  # Lightning saves what rank 0 returns
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         trainer = self.trainer
-        if trainer is None or trainer.state.fn != "fit" or "ledger" not in state_dict:
+        if trainer is None or trainer.state.fn != "fit" or "ledgers" not in state_dict:
             return  # an evaluation draws no training tasks
-        if trainer.world_size > 1:
+        ledgers = state_dict["ledgers"]
+        if len(ledgers) != trainer.world_size:
             raise ValueError(
-                "resuming with several ranks is not supported yet: a checkpoint holds the task ledger of rank 0 only"
+                f"the checkpoint was made by {len(ledgers)} ranks, this run has {trainer.world_size}: resume with as "
+                "many"
             )
-        self._ledger_state = state_dict["ledger"]
-        self.ledger.load_state_dict(state_dict["ledger"])
+        self._ledger_state = ledgers[trainer.global_rank]
+        self.ledger.load_state_dict(ledgers[trainer.global_rank])
 
     def teardown(self, stage: str) -> None:
         self.close()
@@ -270,7 +272,7 @@ class RolloutDataModule(pl.LightningDataModule):
             if thread is None:
                 return
             if self._ledger is not None:
-                self._ledger_state = self.state_dict()["ledger"]  # while the pool is there to book its last batch
+                self._ledger_state = self._ledger_now()  # while the pool is there to book its last batch
             pool, self._pool = self._pool, None
             with contextlib.ExitStack() as ending:  # each step is taken whatever becomes of the others
                 ending.callback(thread.stop)
@@ -282,6 +284,21 @@ class RolloutDataModule(pl.LightningDataModule):
             self.published_version = None
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _share(self) -> int:
+        """This rank's part of a batch."""
+        ranks = self.trainer.world_size  # pyright: ignore[reportOptionalMemberAccess]
+        if self.batch_size % (ranks * self._rollouts_per_task):
+            raise ValueError(
+                f"data.batch_size {self.batch_size} must be a multiple of ranks × data.rollouts_per_task = "
+                f"{ranks} × {self._rollouts_per_task}"
+            )
+        return self.batch_size // ranks
+
+    def _ledger_now(self) -> dict[str, Any]:
+        if self._pool is not None and self.published_version != self._learner.policy_version:
+            self._pool.trained()  # stopped between the optimizer's step and its publication
+        return self.ledger.state_dict()
 
     def _check_learner(self) -> None:
         """Refuse combinations of settings that would train on something else than they say."""

@@ -24,6 +24,7 @@ from fr_lightning.datamodule import PlayedEpisodes
 from fr_lightning.evaluation import Evaluation, Outcome, evaluate
 from fr_lightning.objective import ImportanceRatio, Objective, policy_loss
 from fr_lightning.packing import micro_batches
+from fr_lightning.parallel import gather_objects, shard
 from fr_lightning.policy import Policy, PolicyConfig
 from fr_lightning.rollout.runner import EpisodeFailed
 from fr_lightning.trajectory import Trajectory, TrajectoryBatch
@@ -111,6 +112,9 @@ class FlashReinforce(pl.LightningModule):
     def configure_model(self) -> None:
         if self.policy is None:
             self.policy = Policy(self.policy_config)
+            mesh = self.device_mesh  # of Lightning's ModelParallelStrategy
+            if mesh is not None:
+                shard(self.policy, mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
         optimizer = self._make_optimizer(self.parameters())
@@ -179,8 +183,7 @@ class FlashReinforce(pl.LightningModule):
                     entropies=out.entropies,
                     failed=failed[real].to(self.device),
                 )
-                # data-parallel strategies average gradients over ranks; the objective is a sum over them
-                self.manual_backward(result.loss * self.world_size)
+                self.manual_backward(result.loss)
             if rows:
                 tokens = padded.policy_mask.sum(dim=1)
                 update.drift[rows] = result.drift.cpu()
@@ -191,6 +194,12 @@ class FlashReinforce(pl.LightningModule):
                 ratios.append((int(tokens.sum()), result.importance_ratio))
         update.ratio_mean = sum(n * float(r.mean) for n, r in ratios) / sum(n for n, _ in ratios)
         update.ratio_max = max(float(r.max) for _, r in ratios)
+        if self.world_size > 1:
+            # Strategies average gradients over ranks; the objective is a sum over them. Put right here and not in the
+            # loss: models compute parts of their backward in float32, where a factor of 3 would round.
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.world_size)
         update.gradient_norm = self._clip()
         optimizer.step()
         schedulers = self.lr_schedulers()
@@ -284,11 +293,7 @@ class FlashReinforce(pl.LightningModule):
         return batch
 
     def _report_evaluation(self, split: str) -> None:
-        outcomes = self._outcomes
-        if self.world_size > 1:
-            gathered: list[list[Outcome]] = [[] for _ in range(self.world_size)]
-            torch.distributed.all_gather_object(gathered, outcomes)
-            outcomes = [outcome for of_rank in gathered for outcome in of_rank]
+        outcomes = [outcome for of_rank in gather_objects(self._outcomes) for outcome in of_rank]
         result = self.last_evaluation = evaluate(outcomes)
         values = {
             f"{split}/success": result.success.mean,

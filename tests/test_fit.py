@@ -241,7 +241,7 @@ def test_a_group_baseline_and_a_second_fit_go_on_drawing(tiny_model, tmp_path):
         tiny_model, tmp_path, steps=2, module_settings={"baseline": "group"}, mode="sync", rollouts_per_task=4
     )
     assert module.policy_version == 2
-    assert data.state_dict()["ledger"]["closed"] == {"trained": 16}
+    assert data.state_dict()["ledgers"][0]["closed"] == {"trained": 16}
     trainer = pl.Trainer(
         accelerator="cpu", max_steps=1, max_epochs=-1, logger=False, enable_checkpointing=False,
         default_root_dir=tmp_path, enable_progress_bar=False, num_sanity_val_steps=0, limit_val_batches=0,
@@ -261,7 +261,7 @@ def test_a_run_that_fails_before_publication_has_booked_the_step_it_made(tiny_mo
     monkeypatch.setattr(WeightSync, "on_train_batch_end", fail)
     with pytest.raises(RuntimeError, match="before the publication"):
         run(tiny_model, tmp_path, steps=2, mode="sync")
-    assert seen[0].state_dict()["ledger"]["closed"] == {"trained": 8}
+    assert seen[0].state_dict()["ledgers"][0]["closed"] == {"trained": 8}
 
 
 def test_a_context_larger_than_the_engines_is_refused(tiny_model, tmp_path):

@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
-from fr_lightning.assets.embedded import build_tokenizer, untrained
+from fr_lightning.assets.embedded import build_tokenizer, newborn
 from fr_lightning.envs.alfworld_env import ALFWorldEnv
+from fr_lightning.policy import Policy, PolicyConfig
 from fr_lightning.rollout.conversation import ChatFormat
 from fr_lightning.trajectory import Trajectory
 from fr_lightning.warm_start import Lesson, demonstrations, save, train
@@ -73,7 +74,8 @@ def main() -> None:
 
     torch.manual_seed(chosen.seed)
     tokenizer = build_tokenizer(corpus(chosen.corpus), VOCABULARY)
-    policy = untrained(tokenizer, chosen.output, VOCABULARY)
+    newborn(tokenizer, chosen.output, VOCABULARY)
+    policy = Policy(PolicyConfig(name=str(chosen.output)))
     stream = demonstrations(
         [Lesson(make_env, chosen.skill)], ChatFormat(tokenizer), chosen.seed, MAX_CONTEXT, MAX_STEPS
     )

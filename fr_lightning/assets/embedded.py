@@ -21,6 +21,7 @@ from fr_lightning.envs.arithmetic import ArithmeticEnv, CalculatorEnv
 from fr_lightning.envs.base import TextEnv
 from fr_lightning.envs.math_data import ProblemMix, ProblemSet
 from fr_lightning.envs.python_tool import PythonToolEnv
+from fr_lightning.models import load_tokenizer
 from fr_lightning.policy import Policy, PolicyConfig
 from fr_lightning.rollout.conversation import ChatFormat
 from fr_lightning.warm_start import Lesson, demonstrations, save, train
@@ -77,25 +78,33 @@ PHASES = ((1.0, 0.85, 2e-3), (0.25, 0.15, 5e-4))
 
 @dataclass(frozen=True)
 class Curriculum:
-    """What one policy is shown: `envs` are pairs of an environment's maker and its weight."""
+    """What one policy is shown: `envs` are pairs of an environment's maker and its weight. `base` is the policy it
+    begins as; None: random weights, and a tokenizer of its own.
+    """
 
     folder: str
     envs: tuple[tuple[Callable[[], TextEnv], float], ...]
     steps: int
+    batch_size: int
     max_context: int
+    base: str | None = None
 
     def lessons(self, skill: float = 1.0) -> list[Lesson]:
         return [Lesson(make, skill, weight) for make, weight in self.envs]
 
 
 def _python_tool() -> TextEnv:
-    problems = ProblemSet(kinds=("arithmetic", "modular", "counting"), difficulties=(1, 2), rows=20_000)
+    problems = ProblemSet(kinds=("arithmetic", "modular"), difficulties=(1, 2), rows=20_000)
     return PythonToolEnv(ProblemMix((problems,), seed=1), prompt="plain", max_calls=2)
 
 
 POLICIES = {
-    "embedded": Curriculum("embedded_policy", ((CalculatorEnv, 3.0), (ArithmeticEnv, 1.0)), steps=400, max_context=512),
-    "embedded:python_tool": Curriculum("python_tool_policy", ((_python_tool, 1.0),), steps=500, max_context=512),
+    "embedded": Curriculum(
+        "embedded_policy", ((CalculatorEnv, 3.0), (ArithmeticEnv, 1.0)), steps=400, batch_size=64, max_context=512
+    ),
+    "embedded:python_tool": Curriculum(
+        "python_tool_policy", ((_python_tool, 1.0),), steps=300, batch_size=32, max_context=384, base="embedded"
+    ),
 }
 
 
@@ -135,8 +144,8 @@ def corpus(lessons: list[Lesson]) -> list[str]:
     return texts
 
 
-def untrained(tokenizer: PreTrainedTokenizerFast, folder: Path, vocabulary: int = VOCABULARY) -> Policy:
-    """A random Qwen3, in a folder that the trained one will overwrite."""
+def newborn(tokenizer: PreTrainedTokenizerFast, folder: Path, vocabulary: int = VOCABULARY) -> None:
+    """A model of random weights and its tokenizer."""
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=192,
@@ -153,14 +162,13 @@ def untrained(tokenizer: PreTrainedTokenizerFast, folder: Path, vocabulary: int 
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return Policy(PolicyConfig(name=str(folder)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", default="embedded", choices=POLICIES)
     parser.add_argument("--steps", type=int, default=None, help="optimizer steps of the warm start; default: its own")
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=None, help="demonstrations per step; default: its own")
     parser.add_argument("--output", type=Path, default=None, help="default: its place in the package")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
@@ -168,13 +176,21 @@ def main() -> None:
     output = chosen.output or FOLDER / curriculum.folder
 
     torch.manual_seed(chosen.seed)
-    tokenizer = build_tokenizer(corpus(curriculum.lessons()))
-    policy = untrained(tokenizer, output)
+    if curriculum.base is None:
+        newborn(build_tokenizer(corpus(curriculum.lessons())), output)
+    policy = Policy(PolicyConfig(name=curriculum.base or str(output)))
+    tokenizer = load_tokenizer(curriculum.base or str(output))
     chat = ChatFormat(tokenizer)
     for phase, (skill, share, learning_rate) in enumerate(PHASES):
         stream = demonstrations(curriculum.lessons(skill), chat, chosen.seed + phase, curriculum.max_context)
         steps = max(1, round(share * (chosen.steps or curriculum.steps)))
-        losses = train(policy, stream, steps=steps, batch_size=chosen.batch_size, learning_rate=learning_rate)
+        losses = train(
+            policy,
+            stream,
+            steps=steps,
+            batch_size=chosen.batch_size or curriculum.batch_size,
+            learning_rate=learning_rate,
+        )
         for step, loss in enumerate(track(losses, total=steps, description=f"demonstrators of skill {skill:g}")):
             if step % 50 == 0 or step == steps - 1:
                 print(f"step {step}: {loss:.4f} nats per token", flush=True)

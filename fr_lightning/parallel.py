@@ -1,0 +1,81 @@
+"""What several ranks need of each other: the policy sharded over them, and their objects gathered.
+
+Invariant: with one rank, everything here leaves things as they are. Sharding is applied to the policy itself, whose
+`forward` is what the learner calls and where every parameter is used; names and values of parameters do not change.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from fr_lightning.policy import Policy
+
+T = TypeVar("T")
+
+
+class FSDP2(ModelParallelStrategy):
+    """Weights, gradients and optimizer states sharded over all ranks of all nodes.
+
+    Lightning's own strategy reads its defaults as tensor parallelism within a node; here every rank is data-parallel.
+
+    Args:
+        save_distributed_checkpoint: a folder that every rank writes its part of, or one whole file.
+        process_group_backend: null: `nccl` on GPUs, `gloo` on CPUs.
+        timeout: seconds until a rank that waits for a lost one gives up.
+    """
+
+    def __init__(
+        self,
+        save_distributed_checkpoint: bool = False,
+        process_group_backend: str | None = None,
+        timeout: float = 600.0,
+    ):
+        super().__init__(
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout),
+        )
+
+    def setup_environment(self) -> None:
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+
+def gather_objects(value: T) -> list[T]:
+    """The values of all ranks, in their order. Collective: every rank must call it, the same number of times."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [value]
+    gathered: list[T] = [value] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, value)
+    return gathered
+
+
+def shard(policy: Policy, mesh: DeviceMesh) -> None:
+    """Shard each decoder layer by itself, so that one layer at a time is whole, and the rest (embeddings, head, final
+    norm) as the root.
+
+    Args:
+        policy: with all its parameters in place; changed.
+        mesh: one-dimensional, over the ranks that share a copy of the policy.
+
+    Raises:
+        ValueError: the model's decoder is not a list of layers.
+    """
+    for layer in _layers(policy.model.get_decoder()):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(policy, mesh=mesh)
+
+
+def _layers(decoder: nn.Module) -> nn.ModuleList:
+    lists = [module for module in decoder.children() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ValueError(f"{type(decoder).__name__} has no list of layers to shard: use strategy ddp")
+    return max(lists, key=len)

@@ -1,0 +1,53 @@
+"""The gradient of a batch is the same, however many ranks share it and however they hold the weights."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+
+def gradients(folder, model, *, strategy="auto", ranks=1, dtype="float64"):
+    """By variant and micro-batching, from a run of `ranks` processes."""
+    output = folder / f"{strategy}-{ranks}-{dtype}.pt"
+    arguments = ["--model", model, "--strategy", strategy, "--ranks", str(ranks), "--dtype", dtype]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m"] if ranks > 1 else []
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, "tests.distributed.one_update", *arguments, "--output", str(output)],
+        capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(output, weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model, tmp_path_factory):
+    """One process, all rows at once."""
+    return gradients(tmp_path_factory.mktemp("alone"), tiny_model)
+
+
+def assert_equal(found, alone, tolerance):
+    names = {name for name, _ in alone}
+    for name in names:
+        reference = alone[name, 0]
+        assert reference.norm() > 0, name
+        for (variant, number), gradient in found.items():
+            if variant == name:
+                error = float((gradient - reference).norm() / reference.norm())
+                assert error <= tolerance, (name, number, error)
+
+
+def test_one_process_agrees_with_itself_over_micro_batches_and_orders(alone):
+    assert_equal(alone, alone, 1e-10)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("ddp", 3), ("fsdp2", 2)])
+def test_ranks_together_make_the_gradient_of_one_process(tiny_model, tmp_path, alone, strategy, ranks):
+    assert_equal(gradients(tmp_path, tiny_model, strategy=strategy, ranks=ranks), alone, 1e-10)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_in_float32_to_its_precision(tiny_model, tmp_path, alone, strategy, ranks):
+    found = gradients(tmp_path, tiny_model, strategy=strategy, ranks=ranks, dtype="float32")
+    assert_equal({key: value.double() for key, value in found.items()}, alone, 1e-5)

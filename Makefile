@@ -9,7 +9,8 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup quickstart quickstart-smollm2 test test-slow lint format embedded-policy clean
+.PHONY: help setup quickstart quickstart-smollm2 quickstart-alfworld test test-slow lint format embedded-policy alfworld-games \
+  alfworld-policy clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -64,6 +65,20 @@ format: $(VENV)/.dev  ## put the style right
 embedded-policy: $(VENV)/.ready  ## make the embedded policies' weights anew
 	$(BIN)/python -m fr_lightning.assets.embedded embedded
 	$(BIN)/python -m fr_lightning.assets.embedded embedded:python_tool
+
+# Two of its packages are compiled: needs g++ and make, and some minutes.
+$(VENV)/.alfworld: $(VENV)/.ready
+	$(PIP) --constraint constraints.txt --editable ".[$(EXTRAS),alfworld]"
+	@touch $@
+
+quickstart-alfworld: $(VENV)/.alfworld  ## train a small policy on household tasks in the real ALFWorld engine
+	$(BIN)/fr-lightning fit --config configs/alfworld_quickstart.yaml
+
+alfworld-games: $(VENV)/.alfworld  ## make the embedded ALFWorld games anew
+	$(BIN)/python -m fr_lightning.envs.alfworld_layouts
+
+alfworld-policy: $(VENV)/.alfworld  ## make the embedded ALFWorld policy's weights anew
+	$(BIN)/python -m fr_lightning.assets.alfworld
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -11,6 +11,7 @@ for _id, _entry in {
     "fr_lightning/Calculator-v0": "fr_lightning.envs.arithmetic:CalculatorEnv",
     "fr_lightning/Math-v0": "fr_lightning.envs.math_problems:MathEnv",
     "fr_lightning/PythonTool-v0": "fr_lightning.envs.python_tool:PythonToolEnv",
+    "fr_lightning/ALFWorld-v0": "fr_lightning.envs.alfworld_env:ALFWorldEnv",
     "fr_lightning/ReasoningGym-v0": "fr_lightning.envs.reasoning_gym_env:ReasoningGymEnv",
 }.items():
     if _id not in gymnasium.registry:

@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -118,8 +118,44 @@ def _environments() -> Iterator[Finding]:
         yield Finding("Python sandbox", "ok", f"isolation in force: {asyncio.run(_isolation())}")
     except SandboxUnavailable as error:
         yield Finding("Python sandbox", "absent", str(error))
-    games = os.environ.get("ALFWORLD_DATA")
-    yield Finding("ALFWORLD_DATA", "ok" if games else "absent", games or "not set")
+
+
+def _alfworld() -> Iterator[Finding]:
+    from fr_lightning.envs.alfworld_data import OFFICIAL, GameDataError, Games, require_alfworld
+    from fr_lightning.envs.alfworld_speedups import obstacle
+    from fr_lightning.envs.base import NotReady
+
+    try:
+        require_alfworld()
+        hindrance = obstacle()
+        yield Finding("ALFWorld engine", "ok", "with speed-ups" if hindrance is None else f"no speed-ups: {hindrance}")
+    except NotReady as error:
+        yield Finding("ALFWorld engine", "absent", str(error))
+    yield Finding("ALFWorld: embedded games", "ok", _counted(Games.find("embedded").counts()))
+    if "ALFWORLD_DATA" not in os.environ:
+        yield Finding("ALFWORLD_DATA", "absent", "not set: the embedded games are played")
+        return
+    try:
+        games = Games.find()
+    except GameDataError as error:
+        yield Finding("ALFWORLD_DATA", "absent", str(error))
+        return
+    counts = games.counts()
+    found = f"{games.origin}: {_counted(counts)}"
+    if counts == OFFICIAL:
+        found += ", which is all of them"
+    else:
+        found += f" (the full set: {_counted(OFFICIAL)})"
+    if games.old_grammar:
+        found += f"; {games.old_grammar} of the old grammar, patched when played"
+    for split, reasons in games.left_out.items():
+        for reason, count in reasons.items():
+            found += f"; {split}: {count} {reason}"
+    yield Finding("ALFWORLD_DATA", "ok", found)
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {split}" for split, count in counts.items())
 
 
 async def _isolation() -> str:
@@ -136,4 +172,5 @@ LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _engines,
     _models,
     _environments,
+    _alfworld,
 )

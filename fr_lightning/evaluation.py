@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 
@@ -16,13 +16,15 @@ from dataclasses import dataclass, field, replace
 class Outcome:
     """What came of one sample of one task; `success` and `reward` are None where it could not be played.
 
-    `task_set` names the set that the task belongs to, such as a benchmark; "" if there is only one.
+    `task_set` names the set that the task belongs to, such as a benchmark; "" if there is only one. `metrics` are the
+    environment's own numbers; not every task need report the same.
     """
 
     task_id: str
     success: bool | None
     reward: float | None
     task_set: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Evaluation:
     """Scores over all tasks. `unplayed` counts samples that failed for good, out of `samples`.
 
     `sets` holds the same of each set of tasks by name, where there are several; a set of which nothing was played has
-    no scores and is not in it.
+    no scores and is not in it. `metrics` holds a score of each of the environment's numbers, over the tasks that report
+    it.
     """
 
     tasks: int
@@ -51,6 +54,7 @@ class Evaluation:
     reward: Score
     pass_at: dict[int, Score]
     sets: dict[str, Evaluation] = field(default_factory=dict)
+    metrics: dict[str, Score] = field(default_factory=dict)
 
     @property
     def mean_of_sets(self) -> Score:
@@ -99,7 +103,18 @@ def evaluate(outcomes: Sequence[Outcome]) -> Evaluation:
             for name, of_set in by_set.items()
             if len(by_set) > 1 and any(outcome.success is not None for outcome in of_set)
         },
+        metrics=_metrics(list(by_task.values())),
     )
+
+
+def _metrics(tasks: Sequence[Sequence[Outcome]]) -> dict[str, Score]:
+    """Of every number: mean over the tasks that report it of the mean over a task's samples."""
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for played in tasks:
+        for name in sorted({name for outcome in played for name in outcome.metrics}):
+            values = [outcome.metrics[name] for outcome in played if name in outcome.metrics]
+            by_name[name].append(sum(values) / len(values))
+    return {name: mean_with_error(values) for name, values in sorted(by_name.items())}
 
 
 def pass_at_k(samples: int, successes: int, k: int) -> float:

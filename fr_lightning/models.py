@@ -23,7 +23,11 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _ASSETS = Path(__file__).parent / "assets"
-EMBEDDED = {"embedded": _ASSETS / "embedded_policy", "embedded:python_tool": _ASSETS / "python_tool_policy"}
+EMBEDDED = {
+    "embedded": _ASSETS / "embedded_policy",
+    "embedded:python_tool": _ASSETS / "python_tool_policy",
+    "embedded:alfworld": _ASSETS / "alfworld_policy",
+}
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The one hub model that also comes from the package index, for machines that reach no hub."""
@@ -57,7 +61,8 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> str:
     """The local folder behind a model's name, fetched or converted when it is not there yet.
 
     Args:
-        name: `embedded` or `embedded:python_tool` (policies in this package), a folder, a `.gguf` file, or a hub id.
+        name: `embedded`, `embedded:python_tool` or `embedded:alfworld` (policies in this package), a folder, a `.gguf`
+            file, or a hub id.
         trust_remote_code: also fetch a hub model's own Python files.
 
     Raises:

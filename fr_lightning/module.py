@@ -273,7 +273,8 @@ class FlashReinforce(pl.LightningModule):
         for task, result in batch.played:
             played = isinstance(result, Trajectory)
             success, reward = (result.success, result.reward) if played else (None, None)
-            self._outcomes.append(Outcome(task.id, success, reward, task.set))
+            metrics = result.metrics if played else {}
+            self._outcomes.append(Outcome(task.id, success, reward, task.set, metrics))
 
     def on_validation_epoch_end(self) -> None:
         self._report_evaluation("val")
@@ -305,6 +306,9 @@ class FlashReinforce(pl.LightningModule):
         if result.sets:
             values[f"{split}/success_mean_of_sets"] = result.mean_of_sets.mean
             values |= {f"{split}/success/{name}": of_set.success.mean for name, of_set in result.sets.items()}
+        for name, score in result.metrics.items():
+            values[f"{split}/env/{name}"] = score.mean
+            values[f"{split}/env/{name}_standard_error"] = score.standard_error
         self.log_dict(values, rank_zero_only=False, sync_dist=False)
         if self.trainer.sanity_checking:  # the score before the first update, which Lightning would not log
             for logger in self.trainer.loggers:

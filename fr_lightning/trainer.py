@@ -80,6 +80,8 @@ class FlashCLI(LightningCLI):
         if score is None or not self.trainer.is_global_zero:
             return
         Console().print(score_table(score))
+        if score.metrics:
+            Console().print(metrics_table(score))
 
 
 def score_table(score: Evaluation) -> Table:
@@ -93,4 +95,14 @@ def score_table(score: Evaluation) -> Table:
         table.add_row(name, *counts, str(one.success), str(one.reward), passed)
     if score.sets:
         table.add_row("mean of sets", "", "", "", str(score.mean_of_sets), "", "")
+    return table
+
+
+def metrics_table(score: Evaluation) -> Table:
+    """What the environment itself reports of its episodes."""
+    table = Table(box=SIMPLE, title="the environment's own metrics: mean ± standard error over tasks")
+    table.add_column("metric")
+    table.add_column("mean", justify="right")
+    for name, value in score.metrics.items():
+        table.add_row(name, str(value))
     return table

@@ -55,11 +55,17 @@ class _Expert:
         return
 
 
-def demonstrations(lessons: Sequence[Lesson], chat: ChatFormat, seed: int, max_context: int) -> Iterator[Trajectory]:
+def demonstrations(
+    lessons: Sequence[Lesson],
+    chat: ChatFormat,
+    seed: int,
+    max_context: int,
+    max_turns: int = EpisodeLimits.max_turns,
+) -> Iterator[Trajectory]:
     """An endless stream of expert episodes, lessons mixed by weight."""
     chance = random.Random(seed)
     envs = [lesson.make_env() for lesson in lessons]
-    limits = EpisodeLimits(max_context=max_context)
+    limits = EpisodeLimits(max_turns=max_turns, max_context=max_context)
     number = 0
     while True:
         which = chance.choices(range(len(lessons)), [lesson.weight for lesson in lessons])[0]

@@ -41,6 +41,22 @@ def test_sets_are_scored_apart_and_weigh_the_same_in_their_mean():
     assert evaluate(large).mean_of_sets.mean == 0.25
 
 
+def test_the_environments_numbers_are_scored_over_the_tasks_that_report_them():
+    outcomes = [
+        Outcome("a", True, 1.0, metrics={"steps": 4.0, "success/seen": 1.0}),
+        Outcome("a", False, 0.0, metrics={"steps": 8.0, "success/seen": 0.0}),
+        Outcome("b", True, 1.0, metrics={"steps": 2.0, "success/unseen": 1.0}),
+        Outcome("c", None, None),
+    ]
+    metrics = evaluate(outcomes).metrics
+    assert {name: score.mean for name, score in metrics.items()} == {
+        "steps": 4.0,
+        "success/seen": 0.5,
+        "success/unseen": 1.0,
+    }
+    assert metrics["steps"].standard_error == pytest.approx(2.0)  # of the tasks' means 6 and 2
+
+
 @pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 1), (5, 2, 3), (4, 4, 2), (6, 0, 3), (6, 1, 6)])
 def test_pass_at_k_is_the_share_of_subsets_with_a_success(n, c, k):
     subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))

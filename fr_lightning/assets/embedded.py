@@ -108,7 +108,7 @@ POLICIES = {
 }
 
 
-def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+def build_tokenizer(texts: list[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
     """Byte-level BPE with single digits: any text has tokens, and numbers can be copied digit by digit."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
@@ -116,7 +116,7 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(WORDS),
+        vocab_size=vocabulary - len(WORDS),
         special_tokens=list(SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -144,10 +144,10 @@ def corpus(lessons: list[Lesson]) -> list[str]:
     return texts
 
 
-def newborn(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def newborn(tokenizer: PreTrainedTokenizerFast, folder: Path, vocabulary: int = VOCABULARY) -> None:
     """A model of random weights and its tokenizer."""
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=192,
         num_hidden_layers=4,
         intermediate_size=512,

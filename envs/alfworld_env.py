@@ -1,0 +1,285 @@
+"""ALFWorld: household tasks in text, played by the real engine.
+
+Invariant: success is that the game is won, as the engine says, and nothing else; what the engine cannot answer raises
+and is never a reward. The policy sees what the game says, letter for letter, with the admissible commands below if
+asked for, and its reply reaches the game as it is (case and outer white space apart): an unknown command is answered by
+the game's own words and counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from fr_lightning.envs import alfworld_speedups
+from fr_lightning.envs.alfworld_data import Game, Games, OldGrammar, require_alfworld
+from fr_lightning.envs.alfworld_workers import EngineFailed, Session, State, WorkerSettings, shared
+from fr_lightning.envs.base import TextEnv
+
+logger = logging.getLogger(__name__)
+
+ActionFormat = Literal["plain", "think"]
+
+BANNER = "-= Welcome to TextWorld, ALFRED! =-\n\n"
+UNLISTED = frozenset({"help"})  # admissible always, and only ever costs a step
+VERBS = (
+    "go to (place), open (place), close (place), take (object) from (place), move (object) to (place), "
+    "examine (place or object), use (object), clean (object) with (place), heat (object) with (place), "
+    "cool (object) with (place), slice (object) with (object), look, inventory"
+)
+SYSTEM_PROMPTS: dict[ActionFormat, str] = {
+    "plain": "You carry out a household task by text commands. Reply to every observation with one command and nothing "
+    f"else. The commands are: {VERBS}.",
+    "think": "You carry out a household task by text commands. After every observation, first reason step by step "
+    "inside <think> </think>, then give one command inside <action> </action>. The commands are: "
+    f"{VERBS}.",
+}
+THOUGHTFUL = re.compile(
+    r"(?:\s*<think>)?(?:(?!</?think>|</?action>).)*</think>\s*<action>([^<>]*)</action>\s*", re.DOTALL
+)
+CLOSED = re.compile(r"The (.+) is closed\.$")
+
+
+class ALFWorldEnv(TextEnv):
+    """One ALFWorld game an episode, as one growing conversation. Reward 1 for winning, else 0.
+
+    `info` holds `won`, `task_type`, `game`, `steps` and `invalid_actions`; its `metrics` are the numbers among them
+    and `success/SPLIT` and `success/SPLIT/TASK_TYPE` of the game's own split and type, so that their means are success
+    rates.
+
+    Args:
+        data: a folder of games, `embedded`, or null: $ALFWORLD_DATA, and the embedded games where that is not set.
+        task_types: only these; null: all six.
+        sizes: only these embedded games (easy, medium, hard); null: all.
+        evaluation_splits: played at validation.
+        action_format: `plain`: the reply is the command. `think`: it is
+            `<think>…</think><action>COMMAND</action>`, and any other reply is an invalid action.
+        list_commands: put the commands that the game admits below each observation.
+        max_steps: commands after which an episode is cut off.
+        win_reward: for winning.
+        invalid_penalty: taken off for every command the game does not admit.
+        step_penalty: taken off for every command.
+        old_grammar: games of ALFWorld's old grammar are patched to the installed one, or left out (`refuse`).
+        system_prompt: null: one that explains the format; empty: none.
+        workers: the processes that play; environments of equal settings share them.
+
+    Raises:
+        NotReady: the `alfworld` extra is not installed, or (`GameDataError`) the games asked for are not there.
+    """
+
+    def __init__(
+        self,
+        data: str | None = None,
+        task_types: Sequence[str] | None = None,
+        sizes: Sequence[str] | None = None,
+        evaluation_splits: Sequence[str] = ("valid_seen", "valid_unseen"),
+        action_format: ActionFormat = "plain",
+        list_commands: bool = True,
+        max_steps: int = 50,
+        win_reward: float = 1.0,
+        invalid_penalty: float = 0.0,
+        step_penalty: float = 0.0,
+        old_grammar: OldGrammar = "patch",
+        system_prompt: str | None = None,
+        workers: WorkerSettings = WorkerSettings(),  # noqa: B008 (frozen)
+    ):
+        require_alfworld()
+        if max_steps < 1 or min(invalid_penalty, step_penalty) < 0:
+            raise ValueError(
+                f"ALFWorld needs max_steps ≥ 1 and penalties ≥ 0, got {max_steps=}, {invalid_penalty=}, {step_penalty=}"
+            )
+        if action_format not in SYSTEM_PROMPTS:
+            raise ValueError(f"action_format is plain or think, not {action_format!r}")
+        self._games = Games.find(data, old_grammar)
+        self._task_types = task_types
+        self._sizes = sizes
+        self._evaluation_splits = tuple(evaluation_splits)
+        self._training_games = self._games.split("train", task_types=task_types, sizes=sizes)
+        self._format: ActionFormat = action_format
+        self._list_commands = list_commands
+        self._max_steps = max_steps
+        self._win_reward = win_reward
+        self._invalid_penalty = invalid_penalty
+        self._step_penalty = step_penalty
+        self.system_prompt = SYSTEM_PROMPTS[action_format] if system_prompt is None else system_prompt or None
+        self._workers, self._release = shared(_checked(workers))
+        self._session: Session | None = None
+        self._game: Game | None = None
+        self._state = State("", (), False)
+        self._steps = 0
+        self._invalid = 0
+        self._expert = _Expert([])
+
+    def prepare(self) -> dict[str, str]:
+        counts = ", ".join(f"{count} {split}" for split, count in self._games.counts().items())
+        return {
+            "games": f"{counts} of {self._games.origin}",
+            "speed-ups": "on" if self._workers.settings.speedups else "off",
+        }
+
+    def tasks(self, split: str) -> list[Mapping[str, Any]]:
+        """The games of a split, mixed so that its first so many are a fair sample of its parts and task types."""
+        return [{"id": game.id, "set": game.split} for game in self._of(split)]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict]:
+        super().reset(seed=seed)
+        chosen = options or {}
+        row = chosen.get("task")
+        if row is not None:
+            game = self._games[row["id"]]
+        else:
+            games = self._of(chosen.get("split", "train"))
+            game = games[int(self.np_random.integers(len(games)))]
+        self._end_session()
+        self._game = game
+        self._session = self._workers.session(game.id, game.source)
+        self._state = self._session.start()
+        self._steps = self._invalid = 0
+        self._expert = _Expert(self._session.walkthrough)
+        return self._shown(self._state.observation.removeprefix(BANNER)), self._info()
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        assert self._session is not None, "reset the environment first"
+        command = self._command(action)
+        admitted = command in self._state.commands
+        self._state = self._session.step(command)
+        self._steps += 1
+        self._invalid += not admitted
+        self._expert.saw(command, admitted)
+        won = self._state.won
+        reward = won * self._win_reward - self._step_penalty - (not admitted) * self._invalid_penalty
+        truncated = not won and self._steps >= self._max_steps
+        if won or truncated:
+            self._end_session()
+        return self._shown(self._state.observation), reward, won, truncated, self._info()
+
+    def expert_action(self, skill: float = 1.0) -> str:
+        """The next command of the game's walkthrough; unskilled, a look somewhere else first.
+
+        A walkthrough knows where things are. An expert of less skill strays to places drawn by chance (and opens what
+        is closed there) before it goes on, which from outside looks like searching.
+        """
+        assert self._session is not None
+        if self._expert.unknown:
+            plan = self._session.plan()
+            if plan is None:
+                assert self._game is not None
+                raise EngineFailed(f"game {self._game.id} has no walkthrough, and the planner finds none")
+            self._expert = _Expert(plan, self._expert.here)
+        strays = self.np_random.random() >= skill
+        places = [command for command in self._state.commands if command.startswith("go to ")]
+        stray = places[int(self.np_random.integers(len(places)))] if strays and places else None
+        command = self._expert.next(self._state, stray)
+        return command if self._format == "plain" else f"<think>\n{command}\n</think>\n<action>{command}</action>"
+
+    def close(self) -> None:
+        self._end_session()
+        self._release()
+
+    def _of(self, split: str) -> list[Game]:
+        if split == "train":
+            return self._training_games
+        games = [
+            game
+            for part in self._evaluation_splits
+            for game in self._games.split(part, task_types=self._task_types, sizes=self._sizes)
+        ]
+        return sorted(games, key=lambda game: hashlib.blake2b(game.id.encode(), digest_size=8).digest())
+
+    def _command(self, action: str) -> str:
+        """The command in a reply; empty, and so invalid, if the reply has not the format."""
+        if self._format == "think":
+            match = THOUGHTFUL.fullmatch(action)
+            action = match[1] if match else ""
+        return action.strip().lower()
+
+    def _shown(self, text: str) -> str:
+        if not self._list_commands:
+            return text
+        listed = " | ".join(command for command in self._state.commands if command not in UNLISTED)
+        return f"{text}\n\nAdmissible commands: {listed}"
+
+    def _info(self) -> dict[str, Any]:
+        assert self._game is not None
+        won, split, task_type = self._state.won, self._game.split, self._game.task_type
+        return {
+            "success": won,
+            "won": won,
+            "task_type": task_type,
+            "game": self._game.id,
+            "steps": self._steps,
+            "invalid_actions": self._invalid,
+            "metrics": {
+                "steps": float(self._steps),
+                "invalid_actions": float(self._invalid),
+                f"success/{split}": float(won),
+                f"success/{split}/{task_type}": float(won),
+            },
+        }
+
+    def _end_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+
+class _Expert:
+    """Follows a walkthrough, and finds back to it from anywhere."""
+
+    def __init__(self, walkthrough: Sequence[str] | None, here: str | None = None):
+        self.unknown = walkthrough is None
+        self.here = here
+        self._wanted = here  # where the walkthrough takes it to be
+        self._left = list(walkthrough or ())
+
+    def next(self, state: State, stray: str | None) -> str:
+        closed = CLOSED.search(state.observation)
+        if self.here != self._wanted and closed and closed[1] == self.here:
+            return f"open {self.here}"  # strayed to where something may be inside
+        if stray is not None:
+            return stray
+        while self._left and self._is_done(self._left[0], state):
+            del self._left[0]
+        if not self._left:
+            return "look"
+        if self.here != self._wanted and not self._left[0].startswith("go to "):
+            return f"go to {self._wanted}"
+        return self._left[0]
+
+    def _is_done(self, command: str, state: State) -> bool:
+        """Whether straying has done already what the walkthrough does next."""
+        if command == f"go to {self.here}":
+            self._wanted = self.here
+            return True
+        return command.startswith("open ") and self.here == self._wanted and command not in state.commands
+
+    def saw(self, command: str, admitted: bool) -> None:
+        """What was done, by whomever."""
+        if not admitted:
+            return
+        if command.startswith("go to "):
+            self.here = command.removeprefix("go to ")
+        if self._left and command == self._left[0]:
+            del self._left[0]
+            self._wanted = self.here
+
+
+def _checked(workers: WorkerSettings) -> WorkerSettings:
+    """The settings, without the speed-ups where they were not checked."""
+    if not workers.speedups:
+        return workers
+    obstacle = alfworld_speedups.obstacle()
+    if obstacle is None:
+        return workers
+    _warn_once(obstacle)
+    return dataclasses.replace(workers, speedups=False)
+
+
+@functools.cache
+def _warn_once(obstacle: str) -> None:
+    logger.warning("ALFWorld runs without its speed-ups, some ten times slower: %s.", obstacle)

@@ -63,9 +63,9 @@ def shuffled(played: list[Trajectory], seed: int) -> Iterator[Trajectory]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=int, default=200, help="episodes that the vocabulary is made from")
-    parser.add_argument("--demonstrations", type=int, default=2000)
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of the warm start")
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--demonstrations", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=150, help="optimizer steps of the warm start")
+    parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--skill", type=float, default=SKILL)
     parser.add_argument("--output", type=Path, default=FOLDER)

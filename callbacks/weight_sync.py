@@ -102,7 +102,10 @@ class WeightSync(pl.Callback):
         data.publish(pl_module.published_parameters(), pl_module.policy_version)
         seconds = time.perf_counter() - began
         if self.check is not None and self._checked < 2:
-            _Comparison(self.check, trainer, pl_module, data).run(first=self._checked == 0, result=self)
+            # Lightning evaluates in inference mode, whose tensors (FSDP would keep some) cannot be trained with.
+            with torch.inference_mode(False), torch.no_grad():
+                comparison = _Comparison(self.check, trainer, pl_module, data)
+                self.difference = comparison.run(first=self._checked == 0)
             self._checked += 1
         return data, seconds
 
@@ -116,14 +119,14 @@ class _Comparison:
         exact = exact and module.policy_config.dtype in ("float32", "float64")
         self.tolerance = check.max_difference or (FLOAT32_TOLERANCE if exact else TOLERANCE)
 
-    def run(self, *, first: bool, result: WeightSync) -> None:
-        """Compare, and the first time before training prove that publications arrive.
+    def run(self, *, first: bool) -> float:
+        """The mean difference; the first time before training, also prove that publications arrive.
 
         Raises:
-            Disagreement: the mean difference is above the tolerance.
+            Disagreement: a difference is above the tolerance.
         """
         probes = self._probe()
-        result.difference = difference = self._difference(probes)
+        difference = self._difference(probes)
         if not difference <= self.tolerance:
             raise Disagreement(
                 self._says(difference)
@@ -137,8 +140,8 @@ class _Comparison:
             )
         if first and self.check.prove_sync and self.trainer.state.fn == "fit":
             self._prove(probes)
+        return difference
 
-    @torch.no_grad()
     def _prove(self, probes: TrajectoryBatch) -> None:
         """Publish weights that only a publication can have brought, compare, and put everything back bit for bit."""
         parameters = [_local(parameter) for parameter in self.module.parameters()]
@@ -186,7 +189,6 @@ class _Comparison:
         theirs = probes.pad(range(len(probes))).behavior_logprobs.to(ours)
         return self._of_all_ranks(self._mean(ours, theirs, probes))
 
-    @torch.no_grad()
     def _logprobs(self, probes: TrajectoryBatch) -> Tensor:
         """The learner's log-probs of the probes' tokens, computed as in training."""
         assert self.module.policy is not None

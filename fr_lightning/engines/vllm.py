@@ -53,7 +53,6 @@ class _InProcess(Replica):
 
     def _build(self) -> None:
         with _environment(self._engine.environment(on_cpu=False)):  # before vLLM is imported
-            from vllm.config import WeightTransferConfig
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -61,7 +60,6 @@ class _InProcess(Replica):
             on_cpu = current_platform.is_cpu()
             with _environment(self._engine.environment(on_cpu=on_cpu)):
                 arguments = self._engine.vllm_arguments(on_cpu=on_cpu)
-                arguments["weight_transfer_config"] = WeightTransferConfig(**arguments["weight_transfer_config"])
                 self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, disable_log_stats=True))
 
     async def ask(self, question: Question) -> Answer:

@@ -18,6 +18,7 @@ import itertools
 import logging
 import math
 import os
+import random
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
@@ -405,6 +406,7 @@ class ReplicatedEngine(Engine):
             "max_num_seqs": self.max_sequences,
             "skip_tokenizer_init": True,
             "enable_prefix_caching": True,
+            "seed": random.SystemRandom().getrandbits(31),  # replicas must not sample unseeded requests alike
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",  # a model's own defaults must not filter what is sampled
             "weight_transfer_config": {"backend": BACKEND if self.transport == "file" else self.transport},

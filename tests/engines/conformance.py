@@ -50,6 +50,11 @@ def make(kind: str, folder: str, **settings) -> Engine:
     return engine(**{"model": folder, "max_context": CONTEXT, "max_sequences": SLOTS, **own, **settings})
 
 
+def make_one(kind: str, folder: str) -> Engine:
+    """Of a fleet one server, where more would show nothing more."""
+    return make(kind, folder, **({"servers": 1} if kind == "servers" else {}))
+
+
 def make_model(seed: int = 0):
     torch.manual_seed(seed)
     config = Qwen3Config(

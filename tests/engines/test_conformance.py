@@ -25,6 +25,7 @@ from conformance import (
     assert_from_versions,
     make,
     make_model,
+    make_one,
     processes,
     prompts,
     reference,
@@ -307,7 +308,7 @@ def test_a_killed_process_is_replaced_with_the_published_weights_until_the_budge
 @pytest.mark.parametrize("name", EVERY_KIND)
 def test_an_engine_starts_again_after_it_was_closed_with_requests_in_flight(name, folder):
     async def play():
-        engine = make(name, folder)
+        engine = make_one(name, folder)
         await engine.close()
         await engine.start()
         with pytest.raises(EngineError, match="already"):
@@ -335,9 +336,9 @@ def test_an_engine_starts_again_after_it_was_closed_with_requests_in_flight(name
 def test_a_killed_parent_leaves_no_process(name, folder):
     program = (
         "import asyncio, sys, psutil\n"
-        "from conformance import make\n"
+        "from conformance import make_one\n"
         "async def main():\n"
-        "    engine = make(sys.argv[1], sys.argv[2])\n"
+        "    engine = make_one(sys.argv[1], sys.argv[2])\n"
         "    await engine.start()\n"
         "    await engine.generate([1], session='s')\n"
         "    print('pids', *[c.pid for c in psutil.Process().children(recursive=True)], flush=True)\n"

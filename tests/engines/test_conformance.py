@@ -18,6 +18,7 @@ import torch
 from conformance import (
     CONTEXT,
     EVERY_KIND,
+    EVERY_KIND_ON_EVERY_MODEL,
     SLOTS,
     TOLERANCE,
     Kind,
@@ -31,17 +32,18 @@ from conformance import (
     reference,
 )
 
-from fr_lightning.assets.embedded import build_tokenizer, corpus
 from fr_lightning.engines.base import EngineError, PromptTooLong, Sampling
+from fr_lightning.models import load_tokenizer
 
 
-@pytest.fixture(scope="module", params=EVERY_KIND)
-def kind(request, folder):
+@pytest.fixture(scope="module", params=EVERY_KIND_ON_EVERY_MODEL)
+def kind(request):
     """Most tests share one engine of each kind; each leaves it idle, and its weights as they were."""
+    name, model = request.param
     loop = asyncio.new_event_loop()
-    engine = make(request.param, folder)
+    engine = make(name, model)
     loop.run_until_complete(engine.start())
-    yield Kind(request.param, engine, loop)
+    yield Kind(name, model, engine, loop)
     loop.run_until_complete(engine.close())
     loop.close()
 
@@ -50,21 +52,21 @@ def kind(request, folder):
 def other_weights(kind):
     """A publisher of other weights, with the models that hold them by version; the first come back at the end."""
     first = kind.engine.version
-    models = {first: make_model()}
+    models = {first: kind.weights()}
 
     async def publish(seed: int, version: int):
-        models[version] = make_model(seed)
+        models[version] = kind.weights(seed)
         await kind.engine.update_weights(models[version].named_parameters(), version)
 
     yield publish, models, first
-    kind.run(kind.engine.update_weights(make_model().named_parameters(), max(models) + 1))
+    kind.run(kind.engine.update_weights(kind.weights().named_parameters(), max(models) + 1))
 
 
 # ------------------------------------------------------------------------------------------------- log-probabilities
 
 
 def test_256_concurrent_requests_have_the_log_probs_of_a_plain_forward(kind):
-    asked, model, first = prompts(256), make_model(), kind.engine.version
+    asked, model, first = kind.prompts(256), kind.weights(), kind.engine.version
 
     async def play():
         return await asyncio.gather(
@@ -83,7 +85,7 @@ def test_256_concurrent_requests_have_the_log_probs_of_a_plain_forward(kind):
 
 
 def test_turns_of_sessions_have_the_log_probs_of_a_plain_forward(kind):
-    model, rng = make_model(), random.Random(1)
+    model, rng = kind.weights(), random.Random(1)
 
     async def converse(number: int, tokens: list[int]):
         for _ in range(4):
@@ -97,20 +99,20 @@ def test_turns_of_sessions_have_the_log_probs_of_a_plain_forward(kind):
         await kind.engine.forget(f"s{number}")
 
     async def play():
-        await asyncio.gather(*(converse(number, tokens) for number, tokens in enumerate(prompts(6, seed=2))))
+        await asyncio.gather(*(converse(number, tokens) for number, tokens in enumerate(kind.prompts(6, seed=2))))
 
     kind.run(play())
 
 
 def test_unicode_goes_in_and_comes_back_as_the_same_tokens(kind):
-    tokenizer = build_tokenizer(corpus())
+    tokenizer = load_tokenizer(kind.model)
     prompt = tokenizer("Größe 猫 🦊 naïve\u0301 \u202eabc")["input_ids"]
     completion = kind.run(kind.engine.generate(prompt, Sampling(max_tokens=20)))
-    assert completion.logprobs == pytest.approx(reference(make_model(), prompt, completion.token_ids), abs=TOLERANCE)
+    assert completion.logprobs == pytest.approx(reference(kind.weights(), prompt, completion.token_ids), abs=TOLERANCE)
 
 
 def test_greedy_takes_the_likeliest_and_reports_its_untempered_log_prob(kind):
-    prompt, model = [7, 8, 9], make_model()
+    prompt, model = [7, 8, 9], kind.weights()
 
     async def play():
         greedy = kind.engine.generate(prompt, Sampling(temperature=0, max_tokens=8))
@@ -128,7 +130,7 @@ def test_greedy_takes_the_likeliest_and_reports_its_untempered_log_prob(kind):
 
 
 def test_filters_leave_the_renormalised_distribution(kind):
-    prompt, model = [3, 1, 4], make_model()
+    prompt, model = [3, 1, 4], kind.weights()
     completion = kind.run(kind.engine.generate(prompt, Sampling(top_k=3, temperature=0.8, max_tokens=12)))
     tokens = list(prompt)
     for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
@@ -143,7 +145,7 @@ def test_a_seed_draws_the_same_tokens_whatever_else_is_in_flight(kind):
 
     async def play():
         alone = await kind.engine.generate([1, 2, 3], seeded)
-        others = [kind.engine.generate(prompt, Sampling(max_tokens=15)) for prompt in prompts(20)]
+        others = [kind.engine.generate(prompt, Sampling(max_tokens=15)) for prompt in kind.prompts(20)]
         together, *_ = await asyncio.gather(kind.engine.generate([1, 2, 3], seeded), *others)
         unseeded = await asyncio.gather(*(kind.engine.generate([1, 2, 3], Sampling(max_tokens=20)) for _ in range(2)))
         return alone, together, unseeded
@@ -158,17 +160,15 @@ def test_a_seed_draws_the_same_tokens_whatever_else_is_in_flight(kind):
 
 def test_stop_tokens_length_and_context_end_a_completion(kind):
     async def play():
-        stopped = await kind.engine.generate(
-            [1, 2], Sampling(max_tokens=400, stop_token_ids=tuple(range(5, 60)), seed=1)
-        )
         on = await kind.engine.generate([1, 2], Sampling(max_tokens=300, seed=1))
+        stop = on.token_ids[7]
+        stopped = await kind.engine.generate([1, 2], Sampling(max_tokens=300, stop_token_ids=(stop,), seed=1))
         full = await kind.engine.generate([1] * (CONTEXT - 3), Sampling(max_tokens=50))
-        return stopped, on, full
+        return stop, stopped, on, full
 
-    stopped, on, full = kind.run(play())
+    stop, stopped, on, full = kind.run(play())
     assert stopped.finish_reason == "stop"
-    assert 5 <= stopped.token_ids[-1] < 60
-    assert not set(range(5, 60)) & set(stopped.token_ids[:-1])
+    assert stopped.token_ids == on.token_ids[: on.token_ids.index(stop) + 1]
     assert len(stopped.token_ids) == len(stopped.logprobs) == len(stopped.policy_versions)
     assert (on.finish_reason, len(on.token_ids)) == ("length", 300)  # the model's own end of text does not end a turn
     assert (full.finish_reason, len(full.token_ids)) == ("length", 3)
@@ -209,7 +209,7 @@ def test_an_update_in_mid_generation_splits_every_request_in_flight(kind, other_
     publish, models, first = other_weights
 
     async def play():
-        asked = prompts(SLOTS - 1, seed=9)
+        asked = kind.prompts(SLOTS - 1, seed=9)
         tasks = [asyncio.ensure_future(kind.engine.generate(p, Sampling(max_tokens=400))) for p in asked]
         await asyncio.gather(*(kind.engine.generate([1], Sampling(max_tokens=5)) for _ in range(2)))
         await publish(1, first + 1)  # the others have some tokens by now
@@ -247,7 +247,7 @@ def test_an_update_reaches_what_sessions_kept(kind, other_weights):
 
 def test_bad_weights_are_refused_by_name_and_change_nothing(kind):
     version = kind.engine.version + 1
-    good = dict(make_model(5).named_parameters())
+    good = dict(kind.weights(5).named_parameters())
     name = "model.layers.1.mlp.up_proj.weight"
     bad = {
         "no parameter 'nonsense'": {**good, "nonsense": torch.zeros(1)},
@@ -262,16 +262,16 @@ def test_bad_weights_are_refused_by_name_and_change_nothing(kind):
         with pytest.raises(ValueError, match="step back"):
             kind.run(kind.engine.update_weights(good.items(), version - 2))
     completion = kind.run(kind.engine.generate([1, 2], Sampling(max_tokens=9)))
-    assert_from_versions(completion, [1, 2], {version - 1: make_model()})
+    assert_from_versions(completion, [1, 2], {version - 1: kind.weights()})
 
 
 # ------------------------------------------------------------------------------------- death, and what is left behind
 
 
 @pytest.mark.parametrize("name", EVERY_KIND)
-def test_a_killed_process_is_replaced_with_the_published_weights_until_the_budget_is_spent(name, folder):
+def test_a_killed_process_is_replaced_with_the_published_weights_until_the_budget_is_spent(name):
     async def play():
-        engine = make(name, folder, max_restarts=2, **({} if name == "embedded" else {"stall_timeout": 20.0}))
+        engine = make(name, max_restarts=2, **({} if name == "embedded" else {"stall_timeout": 20.0}))
         before = {process.pid for process in processes(name)}
 
         async def kill_in_mid_generation():
@@ -306,9 +306,9 @@ def test_a_killed_process_is_replaced_with_the_published_weights_until_the_budge
 
 
 @pytest.mark.parametrize("name", EVERY_KIND)
-def test_an_engine_starts_again_after_it_was_closed_with_requests_in_flight(name, folder):
+def test_an_engine_starts_again_after_it_was_closed_with_requests_in_flight(name):
     async def play():
-        engine = make_one(name, folder)
+        engine = make_one(name)
         await engine.close()
         await engine.start()
         with pytest.raises(EngineError, match="already"):
@@ -333,12 +333,12 @@ def test_an_engine_starts_again_after_it_was_closed_with_requests_in_flight(name
 
 
 @pytest.mark.parametrize("name", EVERY_KIND)
-def test_a_killed_parent_leaves_no_process(name, folder):
+def test_a_killed_parent_leaves_no_process(name):
     program = (
         "import asyncio, sys, psutil\n"
         "from conformance import make_one\n"
         "async def main():\n"
-        "    engine = make_one(sys.argv[1], sys.argv[2])\n"
+        "    engine = make_one(sys.argv[1])\n"
         "    await engine.start()\n"
         "    await engine.generate([1], session='s')\n"
         "    print('pids', *[c.pid for c in psutil.Process().children(recursive=True)], flush=True)\n"
@@ -348,7 +348,7 @@ def test_a_killed_parent_leaves_no_process(name, folder):
     )
     here = str(Path(__file__).parent)
     with subprocess.Popen(
-        [sys.executable, "-c", program, name, folder],
+        [sys.executable, "-c", program, name],
         stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": here},
     ) as parent:  # fmt: skip
         assert parent.stdout is not None
@@ -364,4 +364,4 @@ def test_a_killed_parent_leaves_no_process(name, folder):
 
 def test_a_model_that_cannot_be_loaded_fails_the_start_with_the_reason(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        asyncio.run(make("embedded", str(tmp_path)).start())
+        asyncio.run(make("embedded", model=str(tmp_path)).start())

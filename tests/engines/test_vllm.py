@@ -17,6 +17,7 @@ from fr_lightning.engines.publications import Publications, layout_of
 from fr_lightning.engines.server import VLLMServers
 from fr_lightning.engines.vllm import VLLMEngine
 from fr_lightning.engines.vllm_replicas import Answer, request_parameters
+from fr_lightning.models import resolve_model
 
 # ------------------------------------------------------------------------------------------------------- without vLLM
 
@@ -70,8 +71,8 @@ def test_requests_never_ask_for_more_than_the_context_holds():
     assert parameters["ignore_eos"]
 
 
-def test_publications_are_safetensors_files_and_the_latest_stays_whole(folder, tmp_path):
-    layout = layout_of(folder, torch.bfloat16)
+def test_publications_are_safetensors_files_and_the_latest_stays_whole(tmp_path):
+    layout = layout_of(resolve_model("embedded"), torch.bfloat16)
     assert layout.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
 
     async def play(place):
@@ -114,9 +115,9 @@ def test_the_plugin_is_where_vllm_looks_for_it():
 
 @needs_vllm
 @pytest.mark.parametrize("on_update", ["abort", "wait"])
-def test_without_keep_every_turn_is_of_one_version(folder, on_update):
+def test_without_keep_every_turn_is_of_one_version(on_update):
     async def play():
-        engine = make("vllm", folder, on_update=on_update)
+        engine = make("vllm", on_update=on_update)
         await engine.start()
         asked = prompts(6, seed=4)
         tasks = [asyncio.ensure_future(engine.generate(p, Sampling(max_tokens=150))) for p in asked]
@@ -135,9 +136,9 @@ def test_without_keep_every_turn_is_of_one_version(folder, on_update):
 
 
 @needs_vllm
-def test_keys_and_values_of_the_old_weights_can_be_kept(folder):
+def test_keys_and_values_of_the_old_weights_can_be_kept():
     async def play():
-        engine = make("vllm", folder, kv_cache_on_update="keep")
+        engine = make("vllm", kv_cache_on_update="keep")
         await engine.start()
         task = asyncio.ensure_future(engine.generate([4, 5, 6], Sampling(max_tokens=200)))
         await engine.generate([1], Sampling(max_tokens=5))
@@ -163,9 +164,9 @@ def test_keys_and_values_of_the_old_weights_can_be_kept(folder):
 
 
 @needs_vllm
-def test_sessions_stay_on_their_server_and_a_death_costs_one_retry(folder):
+def test_sessions_stay_on_their_server_and_a_death_costs_one_retry():
     async def play():
-        engine = make("servers", folder)
+        engine = make("servers")
         await engine.start()
         first, second = engine._serving
         for turn in range(3):
@@ -200,13 +201,17 @@ def test_sessions_stay_on_their_server_and_a_death_costs_one_retry(folder):
 
 
 @needs_vllm
-def test_servers_that_run_already_are_used_and_left(folder, tmp_path):
+def test_servers_that_run_already_are_used_and_left(tmp_path):
     async def play():
-        own = make("servers", folder, servers=1)
+        own = make("servers", servers=1)
         await own.start()
         (replica,) = own._serving
         there = VLLMServers(
-            urls=[replica.url], model=folder, dtype="float32", max_context=512, weights_folder=str(tmp_path / "weights")
+            urls=[replica.url],
+            model="embedded",
+            dtype="float32",
+            max_context=512,
+            weights_folder=str(tmp_path / "weights"),
         )
         await there.start()
         await there.update_weights(make_model(1).named_parameters(), 5)
@@ -222,7 +227,7 @@ def test_servers_that_run_already_are_used_and_left(folder, tmp_path):
     assert len(after.token_ids) == 8
 
 
-def test_an_address_without_a_server_fails_the_start_in_time(folder):
-    engine = VLLMServers(urls=["http://127.0.0.1:9"], model=folder, start_timeout=1.5)
+def test_an_address_without_a_server_fails_the_start_in_time():
+    engine = VLLMServers(urls=["http://127.0.0.1:9"], model="embedded", start_timeout=1.5)
     with pytest.raises(EngineError, match="did not start"):
         asyncio.run(engine.start())

@@ -376,7 +376,7 @@ class ReplicatedEngine(Engine):
         values = {
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
             "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(self.start_timeout)),
             "HF_HUB_OFFLINE": "1",  # the model is a folder here by now

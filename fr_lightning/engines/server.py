@@ -42,9 +42,10 @@ CONNECT_SECONDS = 10.0
 TERM_SECONDS = 10.0
 _LAST_LINES = 20
 
+# What `vllm serve` runs; the command itself asks for the version of a distribution "vllm", which CPU builds are not.
 _SERVE = (
     "from fr_lightning.engines.vllm_plugin import die_with_parent; die_with_parent(); "
-    "from vllm.entrypoints.cli.main import main; main()"
+    "from vllm.entrypoints.launchers.api_server.entry import main; main()"
 )
 
 
@@ -206,7 +207,6 @@ class _LocalServer(_Server):
     async def start(self) -> None:
         on_cpu = not torch.cuda.is_available()
         arguments = self._engine.vllm_arguments(on_cpu=on_cpu)
-        model = arguments.pop("model")
         arguments.pop("skip_tokenizer_init")
         arguments |= {"tokens_only": True, "host": "127.0.0.1", "port": self.url.rpartition(":")[2]}
         arguments |= {"uvicorn_log_level": "warning", "disable_log_stats": True}
@@ -219,7 +219,7 @@ class _LocalServer(_Server):
         if self._engine.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self._engine.devices[self._number]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _SERVE, "serve", model, *_flags(arguments)],
+            [sys.executable, "-P", "-c", _SERVE, *_flags(arguments)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

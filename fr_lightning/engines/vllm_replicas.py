@@ -137,6 +137,7 @@ class Replica(abc.ABC):
                 raise ReplicaDied(self.dead.result())
             return task.result()
         finally:
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody waits for it
             task.cancel()
 
     async def generate(self, question: Question) -> Answer:
@@ -162,9 +163,11 @@ class Replica(abc.ABC):
             self.sign_of_life()
             await self.or_death(self.resume())
             return time.perf_counter() - began
-        except Exception as error:
-            # Weights may be half loaded: nothing may be sampled from them.
-            self.declare_dead(f"an update of its weights failed: {error}")
+        except BaseException as error:
+            # Weights may be half loaded, be it because the update was cancelled: nothing may be sampled from them.
+            self.declare_dead(f"an update of its weights failed: {type(error).__name__}: {error}")
+            if not isinstance(error, Exception):
+                raise
             raise ReplicaDied(str(error)) from error
         finally:
             self._updating = False
@@ -518,15 +521,16 @@ class ReplicatedEngine(Engine):
         """
         while True:
             self._raise_if_failed()
-            if self._serving:
+            serving = [replica for replica in self._serving if not replica.dead.done()]
+            if serving:
                 break
             self._available.clear()
             await self._available.wait()
         place = self._sessions.get(session) if session is not None else None
-        if place is None or place.replica not in self._serving:
+        if place is None or place.replica not in serving:
             # Where updates leave old keys and values, a conversation may go on from its own, and from no other's.
             salt = str(self._generation) if self._mode.kv_cache == "keep" else None
-            place = _Session(min(self._serving, key=lambda replica: replica.in_flight), salt)
+            place = _Session(min(serving, key=lambda replica: replica.in_flight), salt)
             if session is not None:
                 self._sessions[session] = place
         return place.replica, place.cache_salt

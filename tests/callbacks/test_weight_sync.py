@@ -12,7 +12,7 @@ from fr_lightning.datamodule import EvaluationPlan, RolloutDataModule
 from fr_lightning.engines.base import Sampling
 from fr_lightning.engines.embedded import EmbeddedEngine
 from fr_lightning.engines.vllm import VLLMEngine
-from fr_lightning.envs.arithmetic import ArithmeticEnv
+from fr_lightning.envs.base import TextEnv
 from fr_lightning.module import FlashReinforce
 from fr_lightning.policy import PolicyConfig
 from fr_lightning.rollout.runner import EpisodeLimits
@@ -22,13 +22,24 @@ needs_vllm = pytest.mark.skipif(
 )
 
 
+class Parity(TextEnv):
+    """Rewards every other length, so that a policy which knows nothing has something to learn from."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return f"Tell me about {int(self.np_random.integers(1000))}.", {}
+
+    def step(self, action):
+        return "", float(len(action) % 2), True, False, {}
+
+
 def run(model: str, engine, folder, *, check=AgreementCheck(), stage="fit", steps=2, precision="32-true"):  # noqa: B008
     """One run; returns the learner, its weights before training, and the callback."""
     module = FlashReinforce(
         PolicyConfig(name=model), optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)
     )
     data = RolloutDataModule(
-        env=ArithmeticEnv,
+        env=Parity,
         engine=engine,
         batch_size=4,
         concurrency=8,

@@ -53,6 +53,8 @@ def other_weights(kind):
     """A publisher of other weights, with the models that hold them by version; the first come back at the end."""
     first = kind.engine.version
     models = {first: kind.weights()}
+    for seed in (1, 2, 3):
+        kind.weights(seed)  # made beforehand: requests in flight do not wait
 
     async def publish(seed: int, version: int):
         models[version] = kind.weights(seed)

@@ -116,13 +116,15 @@ def test_the_plugin_is_where_vllm_looks_for_it():
 @needs_vllm
 @pytest.mark.parametrize("on_update", ["abort", "wait"])
 def test_without_keep_every_turn_is_of_one_version(on_update):
+    new = make_model(1)  # beforehand: requests in flight do not wait
+
     async def play():
         engine = make("vllm", on_update=on_update)
         await engine.start()
         asked = prompts(6, seed=4)
         tasks = [asyncio.ensure_future(engine.generate(p, Sampling(max_tokens=150))) for p in asked]
         await engine.generate([1], Sampling(max_tokens=5))
-        await engine.update_weights(make_model(1).named_parameters(), 1)
+        await engine.update_weights(new.named_parameters(), 1)
         late = await engine.generate([1], Sampling(max_tokens=3))
         early = await asyncio.gather(*tasks)
         await engine.close()
@@ -132,23 +134,24 @@ def test_without_keep_every_turn_is_of_one_version(on_update):
     assert late.policy_versions == [1] * 3
     for prompt, completion in early:
         assert completion.policy_versions == [0 if on_update == "wait" else 1] * 150
-        assert_from_versions(completion, prompt, {0: make_model(), 1: make_model(1)})
+        assert_from_versions(completion, prompt, {0: make_model(), 1: new})
 
 
 @needs_vllm
 def test_keys_and_values_of_the_old_weights_can_be_kept():
+    old, new = make_model(), make_model(1)
+
     async def play():
         engine = make("vllm", kv_cache_on_update="keep")
         await engine.start()
         task = asyncio.ensure_future(engine.generate([4, 5, 6], Sampling(max_tokens=200)))
         await engine.generate([1], Sampling(max_tokens=5))
-        await engine.update_weights(make_model(1).named_parameters(), 1)
+        await engine.update_weights(new.named_parameters(), 1)
         completion = await task
         await engine.close()
         return completion
 
     completion = asyncio.run(play())
-    old, new = make_model(), make_model(1)
     split = completion.policy_versions.index(1)
     tokens = [4, 5, 6, *completion.token_ids]
     fed = 3 + split - 1  # the last token drawn under the old weights was not fed yet

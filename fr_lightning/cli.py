@@ -72,6 +72,7 @@ def _lightning(arguments: list[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+    from fr_lightning.callbacks import Disagreement
     from fr_lightning.envs.base import NotReady
     from fr_lightning.models import ModelNotFound
     from fr_lightning.rollout.pool import PoolFailed
@@ -85,7 +86,7 @@ def _lightning(arguments: list[str]) -> int:
         FlashCLI.run()
     except SIGTERMException:  # Lightning would exit with 0, as if all were done
         return EXIT_ON_SIGTERM
-    except (WrongSetting, PoolFailed, ModelNotFound, NotReady) as error:
+    except (WrongSetting, PoolFailed, ModelNotFound, NotReady, Disagreement) as error:
         print(f"fr-lightning: {error}", file=sys.stderr)
         return 1
     return 0

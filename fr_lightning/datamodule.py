@@ -7,6 +7,7 @@ asked for and are closed at its end, by whatever way it ends.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import itertools
@@ -24,12 +25,24 @@ from torch import Tensor
 from fr_lightning.engines.base import Engine, Sampling
 from fr_lightning.envs.base import TextEnv
 from fr_lightning.parallel import gather_objects
-from fr_lightning.rollout.conversation import ChatFormat
+from fr_lightning.rollout.conversation import ChatFormat, Conversation
 from fr_lightning.rollout.ledger import Ledger, TaskSource
 from fr_lightning.rollout.pool import LoopThread, Pool, RetryPolicy, wait
 from fr_lightning.rollout.queue import LagLimit
 from fr_lightning.rollout.runner import EpisodeFailed, EpisodeLimits, Runner, derived_seed
 from fr_lightning.trajectory import Task, Trajectory, TrajectoryBatch
+
+PROBES = (
+    "Hello!",
+    "What is 17 + 26?",
+    "Name three rivers.",
+    "Where is the key?",
+    "Schreibe einen Satz über Öl.",
+    "1, 1, 2, 3, 5,",
+    "日本語で「猫」は?",
+    "def f(x):",
+)
+"""What an engine is asked when only its log-probabilities matter."""
 
 
 @dataclass(frozen=True)
@@ -242,11 +255,44 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def publish(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Put the learner's weights into the engine and free the places of the trajectories they were made of."""
-        assert self._thread is not None
         self.pool.trained()
-        self._thread.run(self.engine.update_weights(named_tensors, version), self._check)
+        self.load(named_tensors, version)
         self.published_version = version
         self.pool.published()
+
+    def load(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Put weights into the engine and nothing else: no update was made."""
+        assert self._thread is not None
+        self._thread.run(self.engine.update_weights(named_tensors, version), self._check)
+
+    def probe(self, prompts: int, tokens: int) -> TrajectoryBatch:
+        """Some fresh completions, of up to so many tokens each, with the engine's own account of them."""
+        assert self._thread is not None
+
+        async def all_of_them() -> list[Trajectory]:
+            return await asyncio.gather(*(self._probe(number, tokens) for number in range(prompts)))
+
+        return TrajectoryBatch(self._thread.run(all_of_them(), self._check))
+
+    async def _probe(self, number: int, tokens: int) -> Trajectory:
+        chat = self.pool.runner.chat
+        conversation = Conversation(chat, PROBES[number % len(PROBES)])
+        conversation.cut(max(1, self._limits.max_context - tokens))
+        sampling = dataclasses.replace(
+            self._sampling,
+            max_tokens=tokens,
+            stop_token_ids=chat.stop_token_ids,
+            seed=derived_seed("probe", number),
+        )
+        conversation.add_completion(await self.engine.generate(list(conversation.token_ids), sampling))
+        return Trajectory(
+            token_ids=conversation.token_ids,  # pyright: ignore[reportArgumentType]
+            policy_mask=conversation.policy_mask,  # pyright: ignore[reportArgumentType]
+            behavior_logprobs=conversation.behavior_logprobs,  # pyright: ignore[reportArgumentType]
+            policy_versions=conversation.policy_versions,  # pyright: ignore[reportArgumentType]
+            reward=0.0,
+            temperature=sampling.temperature,
+        )
 
     def next_batch(self) -> TrajectoryBatch:
         """The fresh batch for the learner's next update; waits for it."""

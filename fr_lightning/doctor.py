@@ -82,8 +82,15 @@ def _accelerators() -> Iterator[Finding]:
 
 def _engines() -> Iterator[Finding]:
     yield Finding("Engine: embedded", "ok", "fr_lightning.engines.embedded.EmbeddedEngine")
-    present = importlib.util.find_spec("vllm") is not None
-    yield Finding("vLLM", "ok" if present else "absent", "installed" if present else "pip install 'fr-lightning[vllm]'")
+    from fr_lightning.engines.vllm_replicas import require_vllm
+
+    try:
+        require_vllm()
+        yield Finding(
+            "Engine: vLLM", "ok", "fr_lightning.engines.vllm.VLLMEngine, fr_lightning.engines.server.VLLMServers"
+        )
+    except ImportError as error:
+        yield Finding("Engine: vLLM", "absent", str(error))
 
 
 def _models() -> Iterator[Finding]:

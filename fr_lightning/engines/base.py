@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -70,11 +70,34 @@ class Completion:
     finish_reason: FinishReason
 
 
+def checked_prompt(token_ids: Sequence[int], *, vocab_size: int, max_context: int) -> list[int]:
+    """The prompt as plain integers.
+
+    Raises:
+        ValueError: it is empty, or holds an id the model does not know.
+        PromptTooLong: it leaves no room for a single token.
+    """
+    tokens = [int(token) for token in token_ids]
+    if not tokens:
+        raise ValueError("an empty prompt cannot be continued")
+    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        raise ValueError(f"token ids must lie in 0..{vocab_size - 1}, got {min(tokens)}..{max(tokens)}")
+    if len(tokens) >= max_context:
+        raise PromptTooLong(f"{len(tokens)} prompt tokens leave no room in a context of {max_context}")
+    return tokens
+
+
 class Engine(abc.ABC):
     """A generation engine. Life: construct (cheap) → `start` → `generate`/`update_weights`, concurrently → `close`."""
 
     version: int = 0
     """Version of the weights that the next token will be drawn under."""
+
+    dtype: str = "float32"
+    """Of weights and activations: how closely its log-probabilities can match a learner's."""
+
+    pause_seconds: float = 0.0
+    """How long generation stood still for the last update."""
 
     @abc.abstractmethod
     async def start(self, model: str | None = None) -> None:

@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from fr_lightning.engines.base import Completion, Engine, EngineError, PromptTooLong, Sampling
+from fr_lightning.engines.base import Completion, Engine, EngineError, Sampling, checked_prompt
 from fr_lightning.engines.embedded_worker import ModelFacts, Request, WorkerSettings
 from fr_lightning.engines.shared_weights import SharedWeights
 
@@ -84,6 +84,7 @@ class EmbeddedEngine(Engine):
         if stall_timeout <= 0 or start_timeout <= 0:
             raise ValueError("timeouts must be positive")
         self.model = model
+        self.dtype = dtype
         self.max_context = max_context
         self.max_restarts = max_restarts
         self.stall_timeout = stall_timeout
@@ -141,13 +142,7 @@ class EmbeddedEngine(Engine):
         self, token_ids: list[int], sampling: Sampling | None = None, *, session: str | None = None
     ) -> Completion:
         facts = self._alive()
-        tokens = [int(token) for token in token_ids]
-        if not tokens:
-            raise ValueError("an empty prompt cannot be continued")
-        if not 0 <= min(tokens) <= max(tokens) < facts.vocab_size:
-            raise ValueError(f"token ids must lie in 0..{facts.vocab_size - 1}, got {min(tokens)}..{max(tokens)}")
-        if len(tokens) >= facts.max_context:
-            raise PromptTooLong(f"{len(tokens)} prompt tokens leave no room in a context of {facts.max_context}")
+        tokens = checked_prompt(token_ids, vocab_size=facts.vocab_size, max_context=facts.max_context)
         sampling = sampling or Sampling()
         seed = random.SystemRandom().getrandbits(63) if sampling.seed is None else sampling.seed
         request = Request(next(self._ids), tokens, sampling, seed, session)
@@ -172,8 +167,10 @@ class EmbeddedEngine(Engine):
             self._alive()
             self._settings = replace(self._settings, published=target, version=version)
             self._update = self._loop.create_future()
+            began = time.perf_counter()
             self._send("update", target, version)
             await self._update
+            self.pause_seconds = time.perf_counter() - began
             if previous is not None:
                 self._buffers[previous].empty()
 

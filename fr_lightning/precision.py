@@ -20,6 +20,11 @@ class AutoPrecision(Precision):
     In YAML: `trainer.plugins: {class_path: fr_lightning.precision.AutoPrecision}`, with `trainer.precision` left out.
     """
 
+    def __init__(self) -> None:
+        devices = ("cuda",) if torch.cuda.is_available() else ("cpu",)
+        fast = all(fast_dtype(device) == torch.bfloat16 for device in devices)
+        self.precision = "bf16-mixed" if fast else "32-true"  # what Trainer.precision says
+
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:

@@ -15,6 +15,7 @@ def test_the_machine_decides_and_weights_stay_as_they_are(monkeypatch):
         with AutoPrecision().forward_context():
             found[fast] = weight(torch.ones(1, 4)).dtype
         assert models.fast_dtype("cpu") == found[fast]
+        assert AutoPrecision().precision == ("bf16-mixed" if fast else "32-true")
     assert found == {False: torch.float32, True: torch.bfloat16}
     assert weight.weight.dtype == torch.float32
     assert not torch.is_autocast_enabled("cpu")

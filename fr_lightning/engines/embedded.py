@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
@@ -372,10 +373,12 @@ class _Child:
 
 def _environment(threads: int) -> dict[str, str]:
     """The child's environment. What concerns OpenMP must be there before torch is loaded: idle threads that spin would
-    take the learner's cores."""
+    take the learner's cores. And it must be this very package that the child imports: another copy of it may lie in the
+    folder where the run was started."""
+    ours = str(Path(__file__).parents[2])
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "PYTHONPATH": os.pathsep.join([ours, *(path or os.getcwd() for path in sys.path)]),
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "passive",
         "GOMP_SPINCOUNT": "0",

@@ -63,9 +63,8 @@ class _InProcess(Replica):
                 self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, disable_log_stats=True))
 
     async def ask(self, question: Question) -> Answer:
-        from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
         from vllm.v1.engine.exceptions import EngineDeadError
 
         llm = self._running

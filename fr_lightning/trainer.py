@@ -79,9 +79,12 @@ class FlashCLI(LightningCLI):
         score = self.model.last_evaluation
         if score is None or not self.trainer.is_global_zero:
             return
-        Console().print(score_table(score))
+        console = Console()
+        if not console.is_terminal:  # a file or a pipe has no width: do not break lines for one
+            console.width = 160
+        console.print(score_table(score))
         if score.metrics:
-            Console().print(metrics_table(score))
+            console.print(metrics_table(score))
 
 
 def score_table(score: Evaluation) -> Table:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
-from fr_lightning.envs.base import TextEnv
+from fr_lightning.envs.base import NotReady, TextEnv
 from fr_lightning.envs.math_data import ProblemMix
 from fr_lightning.envs.verifier import AnswerPolicy, MathVerifier, Verdict
 
@@ -64,6 +65,8 @@ class MathEnv(TextEnv):
         return _rows(self._problems, split, self._verifier)
 
     def prepare(self) -> dict[str, str]:
+        if find_spec("math_verify") is None:
+            raise NotReady("grading mathematics needs the extra `math`: pip install 'fr-lightning[math]'")
         self._verifier.verify_sync("\\boxed{x + x}", "2x")  # starts the workers, or says why they cannot be started
         return {"verifier": f"math-verify {version('math-verify')}"}
 

@@ -7,6 +7,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import fr_lightning.envs  # noqa: F401 (registers the environments)
+from fr_lightning.envs.base import NotReady
 from fr_lightning.envs.math_data import ProblemMix, ProblemSet, ProblemSetError
 from fr_lightning.envs.math_problems import AGAIN, PROMPTS, MathEnv
 from fr_lightning.envs.verifier import VerifierError
@@ -100,6 +101,12 @@ def test_the_expert_is_right_and_the_unskilled_mostly_wrong():
             rewards[skill] += env.step(env.expert_action(skill))[1]
     assert rewards[1.0] == 30
     assert rewards[0.0] < 10
+
+
+def test_without_the_extra_the_start_names_it(monkeypatch):
+    monkeypatch.setattr("fr_lightning.envs.math_problems.find_spec", lambda name: None)
+    with pytest.raises(NotReady, match=r"fr-lightning\[math\]"):
+        MathEnv().prepare()
 
 
 def test_what_the_run_records_names_the_verifier():

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from fr_lightning.module import Update
+from fr_lightning.parallel import over_ranks
 
 
 def run_folder(trainer: pl.Trainer) -> Path:
@@ -27,10 +28,9 @@ class UpdateCallback(pl.Callback):
 
     @abstractmethod
     def measure(self, update: Update) -> Mapping[str, float]:
-        """Metric names and values of one update of this rank; ranks are averaged.
+        """Metric names and values of one update of this rank, merged by `over_ranks`.
 
-        Always the same names, NaN for what this update did not show: Lightning would repeat a missing one's last value,
-        and ranks must log alike.
+        NaN for what this update did not show: Lightning would repeat a missing one's last value.
         """
 
     def on_train_batch_end(
@@ -38,4 +38,4 @@ class UpdateCallback(pl.Callback):
     ) -> None:
         update: Update = outputs["update"]
         values = {name: float(value) for name, value in self.measure(update).items()}
-        pl_module.log_dict(values, batch_size=len(update.batch), sync_dist=trainer.world_size > 1)
+        pl_module.log_dict(over_ranks(values), batch_size=len(update.batch))

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from fr_lightning.datamodule import RolloutDataModule
+from fr_lightning.parallel import over_ranks
 
 
 class Cost(pl.Callback):
@@ -45,4 +46,4 @@ class Cost(pl.Callback):
             **{f"rollouts/dropped_{tokens}": float(n) for tokens, n in dict(data.pool.queue.dropped_by_length).items()},
             **{f"rollouts/failed_{kind}": float(count) for kind, count in dict(data.pool.failures).items()},
         }
-        pl_module.log_dict(values, batch_size=len(batch), sync_dist=trainer.world_size > 1)
+        pl_module.log_dict(over_ranks(values), batch_size=len(batch))

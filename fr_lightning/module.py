@@ -24,7 +24,7 @@ from fr_lightning.datamodule import PlayedEpisodes
 from fr_lightning.evaluation import Evaluation, Outcome, evaluate
 from fr_lightning.objective import ImportanceRatio, Objective, policy_loss
 from fr_lightning.packing import micro_batches
-from fr_lightning.parallel import gather_objects, shard
+from fr_lightning.parallel import gather_objects, over_ranks, shard
 from fr_lightning.policy import Policy, PolicyConfig
 from fr_lightning.rollout.runner import EpisodeFailed
 from fr_lightning.trajectory import Trajectory, TrajectoryBatch
@@ -153,7 +153,7 @@ class FlashReinforce(pl.LightningModule):
         num_trajectories = len(batch) * self.world_size
         num_tokens = int(self._of_all_ranks(batch.policy_lengths).sum())
         groups = micro_batches(batch.lengths, self._max_tokens, packed=self.policy.packed)
-        groups += [[]] * (self._most_of_all_ranks(len(groups)) - len(groups))  # every rank runs as many
+        groups += [[]] * (max(gather_objects(len(groups))) - len(groups))  # every rank runs as many
         update = Update(
             version=self.policy_version,
             batch=batch,
@@ -200,6 +200,7 @@ class FlashReinforce(pl.LightningModule):
             for parameter in self.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(self.world_size)
+        update.loss = sum(gather_objects(update.loss))  # each rank has the part of its rows
         update.gradient_norm = self._clip()
         optimizer.step()
         schedulers = self.lr_schedulers()
@@ -238,14 +239,7 @@ class FlashReinforce(pl.LightningModule):
         return self.trainer.world_size
 
     def _of_all_ranks(self, values: Tensor) -> Tensor:
-        if self.world_size == 1:
-            return values
-        gathered = self.all_gather(values.to(self.device))
-        assert isinstance(gathered, Tensor)
-        return gathered.flatten().cpu()
-
-    def _most_of_all_ranks(self, value: int) -> int:
-        return int(self._of_all_ranks(torch.tensor([value])).max())
+        return torch.cat(gather_objects(values))
 
     def _log_update(self, update: Update, rewards: Tensor, uniform: float) -> None:
         optimizer = self.optimizers()
@@ -261,7 +255,7 @@ class FlashReinforce(pl.LightningModule):
             "train/importance_ratio_max": update.ratio_max,
             "train/micro_batches": float(update.micro_batches),
         }
-        self.log_dict(values, batch_size=len(update.batch), sync_dist=self.world_size > 1)
+        self.log_dict(over_ranks(values), batch_size=len(update.batch))
         self.log("reward", values["train/reward"], prog_bar=True, logger=False, batch_size=len(update.batch))
 
     # -- evaluation --------------------------------------------------------------------------------------------------

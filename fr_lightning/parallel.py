@@ -6,6 +6,8 @@ Invariant: with one rank, everything here leaves things as they are. Sharding is
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TypeVar
 
@@ -56,6 +58,21 @@ def gather_objects(value: T) -> list[T]:
     gathered: list[T] = [value] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, value)
     return gathered
+
+
+def over_ranks(values: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of all ranks as one: the largest of those called `…max`, the mean of the others. Collective, one exchange
+    for all of them; a rank may lack a name or hold NaN for it, and then says nothing about it.
+    """
+    of_ranks = gather_objects(dict(values))
+    merged = {}
+    for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
+        found = [of_rank[name] for of_rank in of_ranks if not math.isnan(of_rank.get(name, math.nan))]
+        if not found:
+            merged[name] = math.nan
+        else:
+            merged[name] = max(found) if name.endswith("max") else sum(found) / len(found)
+    return merged
 
 
 def shard(policy: Policy, mesh: DeviceMesh) -> None:

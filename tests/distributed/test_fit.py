@@ -26,7 +26,7 @@ def settings(model, folder, **trainer):
             "max_tokens_per_micro_batch": 512,
         },
         "data": {
-            "env": {"class_path": "fr_lightning.envs.arithmetic.CalculatorEnv"},
+            "env": {"class_path": "tests.distributed.uneven_env.UnevenEnv"},
             "engine": {
                 "class_path": "fr_lightning.engines.embedded.EmbeddedEngine",
                 "init_args": {"max_context": 256, "max_sequences": 12},
@@ -51,6 +51,8 @@ def settings(model, folder, **trainer):
             },
             "callbacks": [
                 {"class_path": "fr_lightning.callbacks.Lag"},
+                {"class_path": "fr_lightning.callbacks.Cost"},
+                {"class_path": "fr_lightning.callbacks.EnvironmentMetrics"},
                 {
                     "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
                     "init_args": {"dirpath": str(folder / "saved"), "every_n_train_steps": 2, "save_top_k": -1},
@@ -98,7 +100,7 @@ def alone(tiny_model, tmp_path_factory):
 def test_two_ranks_make_the_run_of_one_and_go_on_from_its_checkpoint(tiny_model, tmp_path, alone, strategy):
     folder = tmp_path / "run"
     finished(launch(tiny_model, folder, strategy=strategy))
-    for name in ("train/reward", "train/gradient_norm", "train/importance_ratio_mean"):
+    for name in ("train/reward", "train/loss", "train/gradient_norm", "train/importance_ratio_mean", "lag/max"):
         assert len(column(alone, name)) == 4
         assert column(folder, name) == pytest.approx(column(alone, name), rel=1e-3, abs=1e-6), name
     assert column(folder, "val/success") == column(alone, "val/success")

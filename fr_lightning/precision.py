@@ -5,8 +5,8 @@ Invariant: weights stay as they are; only matrix products are affected, as by Li
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -21,14 +21,8 @@ class AutoPrecision(Precision):
     """
 
     def __init__(self) -> None:
-        devices = ("cuda",) if torch.cuda.is_available() else ("cpu",)
-        fast = all(fast_dtype(device) == torch.bfloat16 for device in devices)
-        self.precision = "bf16-mixed" if fast else "32-true"  # what Trainer.precision says
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.precision = "bf16-mixed" if fast_dtype(self._device) == torch.bfloat16 else "32-true"
 
-    @contextlib.contextmanager
-    def forward_context(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for device in ("cpu", "cuda"):
-                if fast_dtype(device) == torch.bfloat16:
-                    stack.enter_context(torch.autocast(device, torch.bfloat16))
-            yield
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._device, torch.bfloat16, enabled=self.precision == "bf16-mixed")

@@ -6,7 +6,6 @@ that the episode is played again; what the agent's code does wrong is the agent'
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from fr_lightning.envs.math_data import ProblemMix
@@ -95,12 +94,7 @@ class PythonToolEnv(MathEnv):
             return f"\\boxed{{{self._observed.strip()}}}"
         if self.np_random.random() >= skill or "program" not in self._row:
             return super().expert_action(0.0)
-        call = json.dumps({"name": "python", "arguments": {"code": self._row["program"]}})
-        return {
-            "hermes": f"<tool_call>\n{call}\n</tool_call>",
-            "markdown": f"```python\n{self._row['program']}\n```",
-            "tags": f"<python>{self._row['program']}</python>",
-        }[self._calls.format]
+        return self._calls.write(self._row["program"])
 
     def _answered(self, call: Call) -> str:
         if call.problem:

@@ -84,6 +84,16 @@ class ToolCalls:
         found = [match[1] for match in _PATTERNS[self.format].finditer(text)]
         return [_read_json(body) if self.format == "hermes" else Call(body) for body in found]
 
+    def write(self, code: str) -> str:
+        """A call as a model should write it; `find` reads it back."""
+        match self.format:
+            case "markdown":
+                return f"```python\n{code}\n```"
+            case "tags":
+                return f"<python>{code}</python>"
+        call = json.dumps({"name": "python", "arguments": {"code": code}})
+        return f"<tool_call>\n{call}\n</tool_call>"
+
     def show(self, outputs: list[str]) -> str:
         """The observation after a turn's calls; numbered if there are several."""
         if len(outputs) > 1:

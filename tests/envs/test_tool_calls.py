@@ -1,7 +1,5 @@
 """Calls as models write them, well and badly."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,8 +9,15 @@ from fr_lightning.envs.tool_calls import Call, ToolCalls
 HERMES, MARKDOWN, TAGS = ToolCalls("hermes"), ToolCalls("markdown"), ToolCalls("tags")
 
 
-def hermes(code):
-    return f"<tool_call>\n{json.dumps({'name': 'python', 'arguments': {'code': code}})}\n</tool_call>"
+hermes = HERMES.write
+
+
+@given(st.text())
+def test_what_is_written_is_read_back(code):
+    plain = not any(mark in code for mark in ("tool_call>", "python>", "</think>", "`", "\r"))
+    for calls in (HERMES, MARKDOWN, TAGS) if plain else ():
+        written = code + "\n" if calls is MARKDOWN else code  # a fence stands on a line of its own
+        assert calls.find(f"So:\n{calls.write(code)}") == [Call(written)]
 
 
 @given(st.lists(st.text(), max_size=3))
@@ -53,7 +58,7 @@ def test_tags(text, codes):
 
 @pytest.mark.parametrize("calls", [HERMES, MARKDOWN, TAGS])
 def test_nothing_in_the_thinking_is_a_call(calls):
-    text = {"hermes": hermes("1"), "markdown": "\n```python\n1\n```", "tags": "<python>1</python>"}[calls.format]
+    text = "\n" + calls.write("1")
     assert calls.find(f"<think>{text}</think> 42") == []
     assert len(calls.find(f"<think>{text}</think>{text}")) == 1
 

@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from fr_lightning.engines.base import Engine, Sampling
 from fr_lightning.envs.base import TextEnv
+from fr_lightning.evaluation_plan import EvaluationPlan
 from fr_lightning.parallel import gather_objects
 from fr_lightning.rollout.conversation import ChatFormat, Conversation
 from fr_lightning.rollout.ledger import Ledger, TaskSource
@@ -43,41 +43,6 @@ PROBES = (
     "def f(x):",
 )
 """What an engine is asked when only its log-probabilities matter."""
-
-
-@dataclass(frozen=True)
-class SetPlan:
-    """What is different for one of several sets of tasks; null: as for the others."""
-
-    tasks: int | None = None
-    samples: int | None = None
-    sampling: Sampling | None = None
-
-    def __post_init__(self) -> None:
-        if min(1 if number is None else number for number in (self.tasks, self.samples)) < 1:
-            raise ValueError(f"an evaluation needs ≥ 1 tasks and samples, got {self}")
-
-
-@dataclass(frozen=True)
-class EvaluationPlan:
-    """What is played at validation.
-
-    Attributes:
-        tasks: number of held-out tasks; with a dataset, the first so many validation rows of each of its sets. null:
-            all rows.
-        samples: k, how often each is played (avg@k, pass@k).
-        sampling: how tokens are drawn, `max_tokens` included; null: as in training.
-        sets: what is different for a set of tasks, by its name (the `set` of its rows).
-    """
-
-    tasks: int | None = 128
-    samples: int = 1
-    sampling: Sampling | None = None
-    sets: dict[str, SetPlan] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.samples < 1 or (self.tasks is not None and self.tasks < 1):
-            raise ValueError(f"an evaluation needs ≥ 1 tasks and samples, got {self}")
 
 
 class Learner(Protocol):
@@ -125,7 +90,7 @@ class RolloutDataModule(pl.LightningDataModule):
         limits: EpisodeLimits = EpisodeLimits(),  # noqa: B008
         rollouts_per_task: int = 1,
         retry: RetryPolicy = RetryPolicy(),  # noqa: B008
-        evaluation: EvaluationPlan = EvaluationPlan(),
+        evaluation: EvaluationPlan = EvaluationPlan(),  # noqa: B008
         seed: int = 0,
         template_kwargs: dict[str, Any] | None = None,
     ):
@@ -381,46 +346,17 @@ class RolloutDataModule(pl.LightningDataModule):
     def _evaluation_loader(self, split: str) -> _EvaluationLoader:
         trainer = self.trainer
         assert trainer is not None
-        plan = self.evaluation
-        mine = self._evaluation_tasks(split)[trainer.global_rank :: trainer.world_size]
-        return _EvaluationLoader(
-            self,
-            [(task, k) for task in mine for k in range(plan.sets.get(task.set, SetPlan()).samples or plan.samples)],
-        )
-
-    def _evaluation_tasks(self, split: str) -> list[Task]:
-        """The held-out tasks. `data.seed` has no part in them: every run is judged by the same ones."""
         assert self._reference_env is not None
-        plan, rows = self.evaluation, self._reference_env.tasks(split)
-        if rows is None:
-            if plan.tasks is None:
-                raise ValueError("data.evaluation.tasks must be a number: this environment makes tasks without end")
-            return [
-                Task(f"{split}/{index}", derived_seed("evaluation", split, index), split=split, group=index)
-                for index in range(plan.tasks)
-            ]
-        unknown = plan.sets.keys() - {str(row.get("set", "")) for row in rows}
-        if unknown:
-            raise ValueError(f"data.evaluation.sets names {', '.join(sorted(unknown))}, but no {split} task is of it")
-        taken: Counter[str] = Counter()
-        tasks = []
-        for index, row in enumerate(rows):
-            name = str(row.get("set", ""))
-            most = plan.sets.get(name, SetPlan()).tasks or plan.tasks
-            if most is not None and taken[name] >= most:
-                continue
-            taken[name] += 1
-            seed = derived_seed("evaluation", split, index)
-            tasks.append(Task(f"{split}/{row.get('id', index)}", seed, row, split, group=index, set=name))
-        return tasks
+        tasks = self.evaluation.tasks_of(split, self._reference_env.tasks(split))
+        mine = tasks[trainer.global_rank :: trainer.world_size]
+        return _EvaluationLoader(self, [(task, k) for task in mine for k in range(self.evaluation.samples_of(task))])
 
     def play(self, episodes: list[tuple[Task, int]]) -> Iterator[Trajectory | EpisodeFailed]:
         """Evaluation episodes, each played once, in the order given."""
-        plan, runner = self.evaluation, self.pool.runner
+        runner = self.pool.runner
 
         def runner_of(task: Task) -> Runner:
-            of_set = plan.sets.get(task.set, SetPlan())
-            return dataclasses.replace(runner, sampling=of_set.sampling or plan.sampling or self._sampling)
+            return dataclasses.replace(runner, sampling=self.evaluation.sampling_of(task) or self._sampling)
 
         return self.pool.evaluate(episodes, runner_of, lockstep=self.mode == "sync", check=self._check)
 

@@ -43,7 +43,7 @@ class Collect(FlashReinforce):
 
 def test_ten_thousand_tokens_of_conversations(tiny_model, tmp_path):
     from fr_lightning.callbacks import WeightSync
-    from fr_lightning.datamodule import EvaluationPlan
+    from fr_lightning.evaluation_plan import EvaluationPlan
 
     for temperature in (1.0, 0.7):
         module = Collect(PolicyConfig(name=tiny_model))

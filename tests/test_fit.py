@@ -19,12 +19,13 @@ from fr_lightning.callbacks import (
     Truncation,
     WeightSync,
 )
-from fr_lightning.datamodule import EvaluationPlan, RolloutDataModule, SetPlan
+from fr_lightning.datamodule import RolloutDataModule
 from fr_lightning.engines.base import Sampling
 from fr_lightning.engines.embedded import EmbeddedEngine
 from fr_lightning.envs.arithmetic import ArithmeticEnv, CalculatorEnv
 from fr_lightning.envs.math_data import ProblemMix, ProblemSet
 from fr_lightning.envs.math_problems import MathEnv
+from fr_lightning.evaluation_plan import EvaluationPlan, SetPlan
 from fr_lightning.module import FlashReinforce
 from fr_lightning.policy import PolicyConfig
 from fr_lightning.rollout.queue import LagLimit

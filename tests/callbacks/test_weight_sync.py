@@ -8,11 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fr_lightning.callbacks import AgreementCheck, Disagreement, WeightSync
-from fr_lightning.datamodule import EvaluationPlan, RolloutDataModule
+from fr_lightning.datamodule import RolloutDataModule
 from fr_lightning.engines.base import Sampling
 from fr_lightning.engines.embedded import EmbeddedEngine
 from fr_lightning.engines.vllm import VLLMEngine
 from fr_lightning.envs.base import TextEnv
+from fr_lightning.evaluation_plan import EvaluationPlan
 from fr_lightning.module import FlashReinforce
 from fr_lightning.policy import PolicyConfig
 from fr_lightning.rollout.runner import EpisodeLimits

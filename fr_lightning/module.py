@@ -24,7 +24,7 @@ from fr_lightning.datamodule import PlayedEpisodes
 from fr_lightning.evaluation import Evaluation, Outcome, evaluate
 from fr_lightning.objective import ImportanceRatio, Objective, policy_loss
 from fr_lightning.packing import micro_batches
-from fr_lightning.parallel import gather_objects, over_ranks, shard
+from fr_lightning.parallel import FailedRank, gather_objects, over_ranks, shard
 from fr_lightning.policy import Policy, PolicyConfig
 from fr_lightning.rollout.runner import EpisodeFailed
 from fr_lightning.trajectory import Trajectory, TrajectoryBatch
@@ -115,6 +115,9 @@ class FlashReinforce(pl.LightningModule):
             mesh = self.device_mesh  # of Lightning's ModelParallelStrategy
             if mesh is not None:
                 shard(self.policy, mesh["data_parallel"])
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [FailedRank()]
 
     def configure_optimizers(self) -> Any:
         optimizer = self._make_optimizer(self.parameters())

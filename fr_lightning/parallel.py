@@ -1,4 +1,4 @@
-"""What several ranks need of each other: the policy sharded over them, and their objects gathered.
+"""What several ranks need of each other: the policy sharded over them, objects gathered, a failure that ends them all.
 
 Invariant: with one rank, everything here leaves things as they are. Sharding is applied to the policy itself, whose
 `forward` is what the learner calls and where every parameter is used; names and values of parameters do not change.
@@ -11,8 +11,11 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TypeVar
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -49,6 +52,20 @@ class FSDP2(ModelParallelStrategy):
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
+
+
+class FailedRank(pl.Callback):
+    """A rank that fails ends, and by that the others; it begins nothing collective, for they are somewhere else. So
+    `save_on_exception` is switched off then: the latest regular checkpoint is what a run goes on from. SIGTERM, which
+    Lightning tells to all ranks at the same step, still saves. `FlashReinforce` brings this callback along.
+    """
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if trainer.world_size == 1 or isinstance(exception, SIGTERMException):
+            return
+        for callback in trainer.checkpoint_callbacks:  # Lightning runs them after all others
+            if isinstance(callback, ModelCheckpoint):
+                callback.save_on_exception = False
 
 
 def gather_objects(value: T) -> list[T]:

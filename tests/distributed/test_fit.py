@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,7 +56,12 @@ def settings(model, folder, **trainer):
                 {"class_path": "fr_lightning.callbacks.EnvironmentMetrics"},
                 {
                     "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-                    "init_args": {"dirpath": str(folder / "saved"), "every_n_train_steps": 2, "save_top_k": -1},
+                    "init_args": {
+                        "dirpath": str(folder / "saved"),
+                        "every_n_train_steps": 2,
+                        "save_top_k": -1,
+                        "save_on_exception": True,
+                    },
                 },
             ],
             **trainer,
@@ -126,6 +132,15 @@ def test_a_checkpoint_of_other_ranks_is_refused(tiny_model, tmp_path, alone):
     output, _ = process.communicate(timeout=200)
     assert process.returncode != 0
     assert "made by 1 ranks, this run has 2" in output
+
+
+def test_a_rank_that_fails_ends_the_other_with_its_reason(tiny_model, tmp_path):
+    options = ["--data.env", "tests.distributed.uneven_env.FailingEnv"]
+    process = launch(tiny_model, tmp_path / "run", strategy="ddp", options=options, max_steps=10_000)
+    output, _ = process.communicate(timeout=150)
+    assert process.returncode != 0
+    assert re.search(r"^fr-lightning: .* in env\.reset; .*FileNotFoundError: the games are gone$", output, re.MULTILINE)
+    assert list((tmp_path / "run" / "saved").iterdir())
 
 
 def test_a_lost_rank_ends_the_other_with_an_error_and_nothing_is_left(tiny_model, tmp_path):

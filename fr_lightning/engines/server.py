@@ -26,15 +26,8 @@ import aiohttp
 import torch
 
 from fr_lightning.engines.base import EngineError
-from fr_lightning.engines.vllm_replicas import (
-    Answer,
-    Question,
-    Replica,
-    ReplicaDied,
-    ReplicatedEngine,
-    UpdateMode,
-    request_numbers,
-)
+from fr_lightning.engines.vllm_replica import Answer, Question, Replica, ReplicaDied, UpdateMode, request_numbers
+from fr_lightning.engines.vllm_replicas import ReplicatedEngine
 
 HEALTH_SECONDS = 5.0
 HEALTH_FAILURES = 3

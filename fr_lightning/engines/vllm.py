@@ -18,15 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from fr_lightning.engines.base import EngineError
-from fr_lightning.engines.vllm_replicas import (
-    Answer,
-    Question,
-    Replica,
-    ReplicaDied,
-    ReplicatedEngine,
-    UpdateMode,
-    request_numbers,
-)
+from fr_lightning.engines.vllm_replica import Answer, Question, Replica, ReplicaDied, UpdateMode, request_numbers
+from fr_lightning.engines.vllm_replicas import ReplicatedEngine
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

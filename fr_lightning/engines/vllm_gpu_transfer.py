@@ -24,7 +24,7 @@ from vllm.utils.network_utils import get_ip
 
 if TYPE_CHECKING:
     from fr_lightning.engines.publications import Publication
-    from fr_lightning.engines.vllm_replicas import Replica
+    from fr_lightning.engines.vllm_replica import Replica
 
 
 class GPUSender:

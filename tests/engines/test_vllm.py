@@ -16,7 +16,7 @@ from fr_lightning.engines.base import EngineError, Sampling
 from fr_lightning.engines.publications import Publications, layout_of
 from fr_lightning.engines.server import VLLMServers
 from fr_lightning.engines.vllm import VLLMEngine
-from fr_lightning.engines.vllm_replicas import Answer, request_parameters
+from fr_lightning.engines.vllm_replica import Answer, request_parameters
 from fr_lightning.models import resolve_model
 
 # ------------------------------------------------------------------------------------------------------- without vLLM

@@ -70,6 +70,29 @@ class Completion:
     finish_reason: FinishReason
 
 
+def check_limits(
+    *,
+    kv_cache_on_update: str,
+    max_context: int,
+    max_sequences: int,
+    threads: int,
+    max_restarts: int,
+    stall_timeout: float,
+    start_timeout: float,
+) -> None:
+    """The settings that every engine of ours has.
+
+    Raises:
+        ValueError: names the one that makes no sense.
+    """
+    if kv_cache_on_update not in ("recompute", "keep"):
+        raise ValueError(f"kv_cache_on_update must be recompute or keep, got {kv_cache_on_update!r}")
+    if min(max_sequences, threads) < 1 or max_context < 8 or max_restarts < 0:
+        raise ValueError("need max_sequences ≥ 1, threads ≥ 1, max_context ≥ 8, max_restarts ≥ 0")
+    if stall_timeout <= 0 or start_timeout <= 0:
+        raise ValueError("timeouts must be positive")
+
+
 def checked_prompt(token_ids: Sequence[int], *, vocab_size: int, max_context: int) -> list[int]:
     """The prompt as plain integers.
 

@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from fr_lightning.engines.base import Completion, Engine, EngineError, Sampling, checked_prompt
+from fr_lightning.engines.base import Completion, Engine, EngineError, Sampling, check_limits, checked_prompt
 from fr_lightning.engines.embedded_worker import ModelFacts, Request, WorkerSettings
 from fr_lightning.engines.shared_weights import SharedWeights
 
@@ -78,12 +78,15 @@ class EmbeddedEngine(Engine):
     ):
         if dtype not in ("float32", "bfloat16", "auto"):
             raise ValueError(f"dtype must be float32, bfloat16 or auto, got {dtype!r}")
-        if kv_cache_on_update not in ("recompute", "keep"):
-            raise ValueError(f"kv_cache_on_update must be recompute or keep, got {kv_cache_on_update!r}")
-        if min(max_sequences, threads) < 1 or max_context < 8 or max_restarts < 0:
-            raise ValueError("need max_sequences ≥ 1, threads ≥ 1, max_context ≥ 8, max_restarts ≥ 0")
-        if stall_timeout <= 0 or start_timeout <= 0:
-            raise ValueError("timeouts must be positive")
+        check_limits(
+            kv_cache_on_update=kv_cache_on_update,
+            max_context=max_context,
+            max_sequences=max_sequences,
+            threads=threads,
+            max_restarts=max_restarts,
+            stall_timeout=stall_timeout,
+            start_timeout=start_timeout,
+        )
         self.model = model
         self.dtype = dtype
         self.max_context = max_context

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from fr_lightning.engines.base import Completion, Engine, EngineError, Sampling, checked_prompt
+from fr_lightning.engines.base import Completion, Engine, EngineError, Sampling, check_limits, checked_prompt
 from fr_lightning.engines.publications import Publications, layout_of
 from fr_lightning.engines.vllm_plugin import BACKEND, PARENT
 from fr_lightning.engines.vllm_replica import (
@@ -113,16 +113,19 @@ class ReplicatedEngine(Engine):
     ):
         if on_update not in ("keep", "abort", "wait"):
             raise ValueError(f"on_update must be keep, abort or wait, got {on_update!r}")
-        if kv_cache_on_update not in ("recompute", "keep"):
-            raise ValueError(f"kv_cache_on_update must be recompute or keep, got {kv_cache_on_update!r}")
         if transport not in ("file", "nccl", "ipc"):
             raise ValueError(f"transport must be file, nccl or ipc, got {transport!r}")
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
-        if min(max_sequences, threads) < 1 or max_context < 8 or max_restarts < 0:
-            raise ValueError("need max_sequences ≥ 1, threads ≥ 1, max_context ≥ 8, max_restarts ≥ 0")
-        if stall_timeout <= 0 or start_timeout <= 0:
-            raise ValueError("timeouts must be positive")
+        check_limits(
+            kv_cache_on_update=kv_cache_on_update,
+            max_context=max_context,
+            max_sequences=max_sequences,
+            threads=threads,
+            max_restarts=max_restarts,
+            stall_timeout=stall_timeout,
+            start_timeout=start_timeout,
+        )
         self.model = model
         self.dtype = dtype
         self.max_context = max_context

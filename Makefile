@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# Source packages among the extras call `python` by name: it must be this environment's.
+PIP := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip --disable-pip-version-check install --quiet
 EXTRAS ?= gguf,math
 
 export OMP_WAIT_POLICY ?= passive

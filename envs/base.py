@@ -53,6 +53,9 @@ class TextEnv(gymnasium.Env[str, str]):
     | `tool_calls` | int: tool calls made by this action | 0 |
     | `role` | chat role of the observation: `user` or `tool` | `user` |
     | `metrics` | dict of numbers to average over trajectories | {} |
+
+    Whatever it raises is a failure of its machinery: counted as `env_error`, or as the class attribute `failure_kind`
+    of the error says, `tool_unavailable` or `verifier_unverifiable`.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"]}
@@ -92,6 +95,9 @@ class TextEnv(gymnasium.Env[str, str]):
     async def astep(self, action: str) -> tuple[str, float, bool, bool, dict]:
         return await in_thread(lambda: self.step(action))
 
+    async def aclose(self) -> None:
+        await in_thread(self.close)
+
 
 async def in_thread(function: Callable[[], T]) -> T:
     """Run a blocking call in a daemon thread of its own: one that never returns costs that thread and nothing else.
@@ -113,8 +119,9 @@ async def in_thread(function: Callable[[], T]) -> T:
         result, error = None, None
         try:
             result = function()
-        except StopIteration as stopped:  # a future cannot carry one
-            error = RuntimeError("the environment raised StopIteration")
+        except (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit) as stopped:
+            # A future cannot carry the first, and the others would end the event loop of all environments.
+            error = RuntimeError(f"the environment raised {stopped!r}")
             error.__cause__ = stopped
         except BaseException as raised:
             error = raised

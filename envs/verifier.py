@@ -65,6 +65,8 @@ ATTEMPTS = 3
 class VerifierError(NotReady):
     """The verifier, not the response, failed. Never a reward."""
 
+    failure_kind = "verifier_unverifiable"
+
 
 @dataclass(frozen=True)
 class Verdict:

@@ -1,7 +1,5 @@
 """`python -m fr_lightning` is `fr-lightning`."""
 
-import sys
+from fr_lightning.cli import console
 
-from fr_lightning.cli import main
-
-sys.exit(main())
+console()

@@ -6,10 +6,13 @@ Invariant: the composition root. Only here do the parts meet that must not know 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import signal
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -35,11 +38,26 @@ QUIET = (  # Lightning's advice for other kinds of training
     ".*your dataloader is not resumable.*",  # the data module is: its ledger travels in the checkpoint
 )
 
-EXIT_ON_SIGTERM = 128 + signal.SIGTERM
+PATIENCE_SECONDS = 10.0
+
+
+def console() -> None:
+    """Entry point of the command `fr-lightning`: ends the process, whatever threads an environment has left in it."""
+    code = main()
+
+    def leave() -> None:
+        time.sleep(PATIENCE_SECONDS)
+        alive = [thread.name for thread in threading.enumerate() if not (thread.daemon or thread is main_thread)]
+        print(f"fr-lightning: left behind threads that do not end: {', '.join(alive)}", file=sys.stderr, flush=True)
+        os._exit(code)
+
+    main_thread = threading.main_thread()
+    threading.Thread(target=leave, daemon=True).start()  # Python itself would wait for them for ever
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `fr-lightning`; returns the exit code."""
+    """`fr-lightning` with these arguments; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path:  # a console script lacks it, and a user's environment lives there
         sys.path.insert(0, os.getcwd())
@@ -73,21 +91,36 @@ def _lightning(arguments: list[str]) -> int:
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     from fr_lightning.callbacks import Disagreement
+    from fr_lightning.checkpoints import NoCheckpoint
+    from fr_lightning.engines.base import EngineError
     from fr_lightning.envs.base import NotReady
+    from fr_lightning.interruption import exit_code
     from fr_lightning.models import ModelNotFound
+    from fr_lightning.rollout.ledger import ResumeRefused
     from fr_lightning.rollout.pool import PoolFailed
-    from fr_lightning.trainer import FlashCLI, WrongSetting
+    from fr_lightning.trainer import FlashCLI, Unsaved, WrongSetting
 
     for message in QUIET:
         warnings.filterwarnings("ignore", message)
     # LightningCLI reads sys.argv, and so do the processes that a distributed launcher starts
     sys.argv = [sys.argv[0], *_resolve_configs(arguments)]
+    clear = (
+        WrongSetting, NoCheckpoint, ResumeRefused, Unsaved, ModelNotFound, NotReady, Disagreement, PoolFailed,
+        EngineError, FloatingPointError,
+    )  # fmt: skip
     try:
         FlashCLI.run()
     except SIGTERMException:  # Lightning would exit with 0, as if all were done
-        return EXIT_ON_SIGTERM
-    except (WrongSetting, PoolFailed, ModelNotFound, NotReady, Disagreement) as error:
+        return exit_code()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except clear as error:
         print(f"fr-lightning: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"fr-lightning: {error}: free some space, then go on with --ckpt_path FOLDER", file=sys.stderr)
         return 1
     return 0
 
@@ -149,4 +182,4 @@ def _warm_start(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console()

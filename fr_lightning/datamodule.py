@@ -19,15 +19,17 @@ from typing import Any, Literal, Protocol, cast
 
 import gymnasium
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from fr_lightning.engines.base import Engine, Sampling
-from fr_lightning.envs.base import TextEnv
+from fr_lightning.envs.base import TextEnv, in_thread
 from fr_lightning.evaluation_plan import EvaluationPlan
 from fr_lightning.parallel import gather_objects
 from fr_lightning.rollout.conversation import ChatFormat, Conversation
-from fr_lightning.rollout.ledger import Ledger, TaskSource
-from fr_lightning.rollout.pool import LoopThread, Pool, RetryPolicy, wait
+from fr_lightning.rollout.ledger import Ledger, ResumeRefused, TaskSource
+from fr_lightning.rollout.loop_thread import LoopThread, wait
+from fr_lightning.rollout.pool import Pool, RetryPolicy
 from fr_lightning.rollout.queue import LagLimit
 from fr_lightning.rollout.runner import EpisodeFailed, EpisodeLimits, Runner, derived_seed
 from fr_lightning.trajectory import Task, Trajectory, TrajectoryBatch
@@ -122,13 +124,15 @@ class RolloutDataModule(pl.LightningDataModule):
         self._thread: LoopThread | None = None
         self._pool: Pool | None = None
         self._ledger: Ledger | None = None
-        self._ledger_state: Mapping[str, Any] | None = None
+        self._state: _RolloutState | None = None
         self._reference_env: TextEnv | None = None
         self.published_version: int | None = None
         """Version of the weights last put into the engine; None: none yet."""
         self._closing = threading.Lock()
         self.seconds_waited = 0.0
         """How long the learner waited for its latest batch."""
+        self.failures: Mapping[str, int] = {}
+        """Attempts that failed in the latest stage, by kind; whether or not a further one succeeded."""
 
     # -- Lightning's hooks -------------------------------------------------------------------------------------------
 
@@ -155,12 +159,10 @@ class RolloutDataModule(pl.LightningDataModule):
             )
         source = TaskSource(self._reference_env.tasks("train"), self._seed, rollouts_per_task=self._rollouts_per_task)
         self._ledger = Ledger(source, rank=self.trainer.global_rank, world_size=self.trainer.world_size)  # pyright: ignore[reportOptionalMemberAccess]
-        if self._ledger_state is not None and stage == "fit":
-            self._ledger.load_state_dict(self._ledger_state)
         self._pool = Pool(
             self._thread,
             Runner(self.engine, chat, self._sampling, self._limits),
-            self._make_env,
+            lambda: in_thread(self._make_env),
             self._ledger,
             batch_size=share,
             concurrency=self._concurrency,
@@ -169,6 +171,8 @@ class RolloutDataModule(pl.LightningDataModule):
             retry=self._retry,
             engine_version=lambda: self.engine.version,
         )
+        if self._state is not None and stage == "fit":
+            self._go_on()
 
     def train_dataloader(self) -> Iterable[TrajectoryBatch]:
         return _Batches(self)
@@ -183,22 +187,22 @@ class RolloutDataModule(pl.LightningDataModule):
         return self._evaluation_loader("validation")
 
     def state_dict(self) -> dict[str, Any]:
-        if self._ledger is None:
+        if self._pool is None and self._state is None:
             return {}
-        return {"ledgers": gather_objects(self._ledger_now())}  # Lightning saves what rank 0 returns
+        now = self._state_now()
+        return {"version": now.version, "ranks": gather_objects(now.rollouts)}  # Lightning saves what rank 0 returns
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         trainer = self.trainer
-        if trainer is None or trainer.state.fn != "fit" or "ledgers" not in state_dict:
+        if trainer is None or trainer.state.fn != "fit" or "ranks" not in state_dict:
             return  # an evaluation draws no training tasks
-        ledgers = state_dict["ledgers"]
-        if len(ledgers) != trainer.world_size:
-            raise ValueError(
-                f"the checkpoint was made by {len(ledgers)} ranks, this run has {trainer.world_size}: resume with as "
-                "many"
+        ranks = state_dict["ranks"]
+        if len(ranks) != trainer.world_size:
+            raise ResumeRefused(
+                f"the checkpoint was made by {len(ranks)} ranks, this run has {trainer.world_size}: resume with as many"
             )
-        self._ledger_state = ledgers[trainer.global_rank]
-        self.ledger.load_state_dict(ledgers[trainer.global_rank])
+        self._state = _RolloutState(ranks[trainer.global_rank], state_dict["version"])
+        self._go_on()
 
     def teardown(self, stage: str) -> None:
         self.close()
@@ -282,8 +286,11 @@ class RolloutDataModule(pl.LightningDataModule):
             thread, self._thread = self._thread, None
             if thread is None:
                 return
-            if self._ledger is not None:
-                self._ledger_state = self._ledger_now()  # while the pool is there to book its last batch
+            if self._pool is not None:
+                self._state = self._state_now()
+                self.failures = self._pool.failures
+                if self._pool.ledger.drawn:
+                    rank_zero_info(self._account())
             pool, self._pool = self._pool, None
             with contextlib.ExitStack() as ending:  # each step is taken whatever becomes of the others
                 ending.callback(thread.stop)
@@ -306,10 +313,29 @@ class RolloutDataModule(pl.LightningDataModule):
             )
         return self.batch_size // ranks
 
-    def _ledger_now(self) -> dict[str, Any]:
-        if self._pool is not None and self.published_version != self._learner.policy_version:
+    def _state_now(self) -> _RolloutState:
+        version = self._learner.policy_version
+        if self._pool is None:
+            assert self._state is not None
+            return self._state
+        if self.published_version != version:
             self._pool.trained()  # stopped between the optimizer's step and its publication
-        return self.ledger.state_dict()
+        return _RolloutState(self._pool.state_dict(), version)
+
+    def _account(self) -> str:
+        """What became of the tasks, in a line."""
+        counts = {name: count for name, count in self.ledger.counts.items() if count}
+        told = ", ".join(f"{count:,} {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
+        failed = ", ".join(f"{count:,} {kind}" for kind, count in self.failures.items())
+        return (
+            f"{self.ledger.drawn:,} tasks drawn: {told}"
+            + (" (in flight or waiting; kept for a resumed run)" if "open" in counts else "")
+            + (f". Failed attempts: {failed}" if failed else "")
+        )
+
+    def _go_on(self) -> None:
+        assert self._state is not None
+        self.pool.load_state_dict(self._state.rollouts, self._state.version, use_waiting=self.mode == "async")
 
     def _check_learner(self) -> None:
         """Refuse combinations of settings that would train on something else than they say."""
@@ -359,6 +385,14 @@ class RolloutDataModule(pl.LightningDataModule):
             return dataclasses.replace(runner, sampling=self.evaluation.sampling_of(task) or self._sampling)
 
         return self.pool.evaluate(episodes, runner_of, lockstep=self.mode == "sync", check=self._check)
+
+
+@dataclass(frozen=True)
+class _RolloutState:
+    """Of this rank's rollouts, when the learner was at this version."""
+
+    rollouts: Mapping[str, Any]
+    version: int
 
 
 class PlayedEpisodes:

@@ -20,12 +20,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fr_lightning.advantage import Baseline, advantages
+from fr_lightning.checkpoints import make_checkpoints_survive
 from fr_lightning.datamodule import PlayedEpisodes
 from fr_lightning.evaluation import Evaluation, Outcome, evaluate
+from fr_lightning.interruption import Interruption
 from fr_lightning.objective import ImportanceRatio, Objective, policy_loss
 from fr_lightning.packing import micro_batches
 from fr_lightning.parallel import FailedRank, gather_objects, over_ranks, shard
 from fr_lightning.policy import Policy, PolicyConfig
+from fr_lightning.rollout.ledger import ResumeRefused
 from fr_lightning.rollout.runner import EpisodeFailed
 from fr_lightning.trajectory import Trajectory, TrajectoryBatch
 from fr_lightning.weights import whole_tensors
@@ -117,7 +120,10 @@ class FlashReinforce(pl.LightningModule):
                 shard(self.policy, mesh["data_parallel"])
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        return [FailedRank()]
+        return [FailedRank(), Interruption()]
+
+    def setup(self, stage: str) -> None:
+        make_checkpoints_survive(self.trainer)
 
     def configure_optimizers(self) -> Any:
         optimizer = self._make_optimizer(self.parameters())
@@ -315,9 +321,30 @@ class FlashReinforce(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["policy_version"] = self.policy_version
+        checkpoint["policy"] = self._policy_facts()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take over the version.
+
+        Raises:
+            ResumeRefused: the checkpoint is of another model.
+        """
+        for name, then in checkpoint["policy"].items():
+            now = self._policy_facts()[name]
+            if then != now and name != "name":
+                raise ResumeRefused(
+                    f"the checkpoint is of a policy with {name} {then}, this run's has {now}: set model.policy.name to "
+                    f"the model it began with ({checkpoint['policy']['name']})"
+                )
         self.policy_version = checkpoint["policy_version"]
+
+    def _policy_facts(self) -> dict[str, Any]:
+        assert self.policy is not None
+        return {
+            "name": self.policy_config.name,
+            "architecture": type(self.policy.model).__name__,
+            "parameters": sum(parameter.numel() for parameter in self.policy.parameters()),
+        }
 
 
 def _split(count: int, parts: int) -> list[range]:

@@ -12,17 +12,28 @@ from rich.console import Console
 from rich.table import Table
 
 from fr_lightning.callbacks import Transcripts, WeightSync
+from fr_lightning.checkpoints import NoCheckpoint, SurvivingCheckpointIO, resumable
 from fr_lightning.datamodule import RolloutDataModule
 from fr_lightning.evaluation import Evaluation
 from fr_lightning.module import FlashReinforce
+
+LIGHTNINGS_OWN = ("best", "last", "hpc", "registry")
+"""What `--ckpt_path` may say besides a path."""
 
 
 class WrongSetting(ValueError):
     """A setting the parts refuse when they are put together; the message names it."""
 
 
+class Unsaved(RuntimeError):
+    """A run came to its end, but its latest checkpoint could not be written."""
+
+
 class FlashCLI(LightningCLI):
-    """`fit`, `validate`, `test` and `predict` of `FlashReinforce` on `RolloutDataModule`."""
+    """`fit`, `validate`, `test` and `predict` of `FlashReinforce` on `RolloutDataModule`.
+
+    `--ckpt_path` may be a folder, which stands for the newest whole checkpoint in it.
+    """
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(WeightSync, "weight_sync")
@@ -36,6 +47,17 @@ class FlashCLI(LightningCLI):
                 "trainer.log_every_n_steps": 1,
             }
         )
+
+    def _parse_ckpt_path(self) -> None:
+        """Lightning would take settings from the checkpoint here; ours come from the command line alone."""
+        subcommand = self.config["subcommand"]
+        path = self.config[subcommand].get("ckpt_path")
+        if path is None or path in LIGHTNINGS_OWN or "://" in path:
+            return
+        found = resumable(path)
+        if found is None and subcommand != "fit":
+            raise NoCheckpoint(f"--ckpt_path {path}: there is no checkpoint to {subcommand}")
+        self.config[subcommand]["ckpt_path"] = None if found is None else str(found)
 
     def before_instantiate_classes(self) -> None:
         assert self.subcommand is not None
@@ -68,6 +90,11 @@ class FlashCLI(LightningCLI):
             save_config_kwargs={"overwrite": True},
             parser_kwargs={"default_env": False},
         )
+
+    def after_fit(self) -> None:
+        storage = self.trainer.strategy.checkpoint_io
+        if isinstance(storage, SurvivingCheckpointIO) and storage.unsaved is not None:
+            raise Unsaved(f"{storage.unsaved}. Free some space, then go on from an earlier one with --ckpt_path FOLDER")
 
     def after_validate(self) -> None:
         self._print_scores()

@@ -8,7 +8,7 @@ policy sampled it. Nothing here knows of networks, engines, environments or Ligh
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -120,6 +120,15 @@ class Trajectory:
             )
         if (self.policy_versions[self.policy_mask] < 0).any():
             raise ValueError(f"trajectory {self.rollout_id or self.task_id!r}: a policy token has no policy version")
+
+    def state_dict(self) -> dict[str, Any]:
+        """As tensors, numbers and text: what a checkpoint may hold and be loaded from without running code."""
+        return {**vars(self), "turns": [asdict(turn) for turn in self.turns], "timing": asdict(self.timing)}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Trajectory:
+        turns = tuple(Turn(**turn) for turn in state["turns"])
+        return cls(**{**state, "turns": turns, "timing": Timing(**state["timing"])})
 
     def __len__(self) -> int:
         return self.token_ids.numel()

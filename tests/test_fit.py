@@ -1,6 +1,7 @@
 """The whole way, from task to optimizer step, with the real engine in its own process and a real (tiny) model."""
 
 import json
+import time
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -28,6 +29,7 @@ from fr_lightning.envs.math_problems import MathEnv
 from fr_lightning.evaluation_plan import EvaluationPlan, SetPlan
 from fr_lightning.module import FlashReinforce
 from fr_lightning.policy import PolicyConfig
+from fr_lightning.rollout.ledger import ResumeRefused
 from fr_lightning.rollout.queue import LagLimit
 from fr_lightning.rollout.runner import EpisodeLimits
 
@@ -52,7 +54,7 @@ def run(tiny_model, folder, *, steps, callbacks=(), module_settings=None, ckpt_p
         "evaluation": EvaluationPlan(tasks=12),
         **data,
     }
-    datamodule = RolloutDataModule(engine=EmbeddedEngine(max_context=256, max_sequences=16), **settings)
+    datamodule = RolloutDataModule(**{"engine": EmbeddedEngine(max_context=256, max_sequences=16), **settings})
     seen = Recorder()
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -153,6 +155,68 @@ def test_resumed_async_draws_what_was_open_again_and_nothing_twice(tiny_model, t
     assert len(open_ones) == counts["open"]
 
 
+def test_a_resumed_run_trains_on_what_was_complete_at_the_checkpoint(tiny_model, tmp_path):
+    slow = LagLimit(4)
+    run(tiny_model, tmp_path / "a", steps=2, lag=slow, max_queued=32, callbacks=[SlowLearner()])
+    (checkpoint,) = (tmp_path / "a").glob("*step=2.ckpt")
+    (saved,) = torch.load(checkpoint, weights_only=True)["RolloutDataModule"]["ranks"]
+    waiting = {one["rollout_id"]: one["token_ids"].tolist() for one in saved["waiting"]}
+    assert len(waiting) >= 8
+    rest, _, _, data, _ = run(tiny_model, tmp_path / "b", steps=6, lag=slow, max_queued=32, ckpt_path=checkpoint)
+    trained = dict(zip(rest.rollouts, rest.tokens, strict=True))
+    assert waiting.items() <= trained.items()
+    assert max(rest.lags) <= 4
+    assert data.ledger.counts["trained"] == 48
+
+
+def test_a_run_in_lockstep_plays_again_what_waited(tiny_model, tmp_path):
+    run(tiny_model, tmp_path / "a", steps=2, max_queued=32, callbacks=[SlowLearner()])
+    (checkpoint,) = (tmp_path / "a").glob("*step=2.ckpt")
+    _, _, _, data, _ = run(tiny_model, tmp_path / "b", steps=8, mode="sync", ckpt_path=checkpoint)
+    assert data.ledger.counts == {"trained": 64, "open": 0}
+
+
+class SlowLearner(pl.Callback):
+    """Lets completed trajectories pile up before the checkpoint of each step is made."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        deadline = time.monotonic() + 20
+        while len(trainer.datamodule.pool.queue.waiting()) < 8:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"seed": 1}, "data.seed 0, this run has 1"),
+        ({"rollouts_per_task": 2}, "data.rollouts_per_task 1, this run has 2"),
+        ({"rows": 90}, r"training rows \d+ .*, this run has \d+ "),
+        ({"rows": 100, "question": "?"}, r"training rows \d+ .*, this run has \d+ "),
+    ],
+)
+def test_a_checkpoint_of_other_tasks_is_refused(tiny_model, tmp_path, changed, says):
+    def env(rows=100, question="What?"):
+        path = tmp_path / f"{rows}{question}.jsonl"
+        path.write_text("".join(json.dumps({"question": f"{n} {question}", "answer": "1"}) + "\n" for n in range(rows)))
+        return lambda: MathEnv(ProblemMix((ProblemSet(str(path)),)))
+
+    run(tiny_model, tmp_path / "a", steps=1, mode="sync", env=env())
+    changed = dict(changed)
+    rows = {name: changed.pop(name) for name in ("rows", "question") if name in changed}
+    with pytest.raises(ResumeRefused, match=says):
+        run(
+            tiny_model, tmp_path / "b", steps=2, mode="sync", env=env(**rows), **changed,
+            ckpt_path=next((tmp_path / "a").glob("*.ckpt")),
+        )  # fmt: skip
+
+
+def test_a_checkpoint_of_another_model_is_refused(tiny_model, tmp_path):
+    run(tiny_model, tmp_path, steps=1, mode="sync")
+    with pytest.raises(ResumeRefused, match=r"parameters \d+, this run's has 1\d{6}: set model.policy.name to .*tiny_"):
+        run("embedded", tmp_path / "b", steps=2, mode="sync", ckpt_path=next(tmp_path.glob("*.ckpt")))
+
+
 def test_validation_scores_held_out_tasks_before_and_during_training(tiny_model, tmp_path):
     curves = Curves()
     _, _, module, _, trainer = run(
@@ -242,7 +306,7 @@ def test_a_group_baseline_and_a_second_fit_go_on_drawing(tiny_model, tmp_path):
         tiny_model, tmp_path, steps=2, module_settings={"baseline": "group"}, mode="sync", rollouts_per_task=4
     )
     assert module.policy_version == 2
-    assert data.state_dict()["ledgers"][0]["closed"] == {"trained": 16}
+    assert data.state_dict()["ranks"][0]["ledger"]["closed"] == {"trained": 16}
     trainer = pl.Trainer(
         accelerator="cpu", max_steps=1, max_epochs=-1, logger=False, enable_checkpointing=False,
         default_root_dir=tmp_path, enable_progress_bar=False, num_sanity_val_steps=0, limit_val_batches=0,
@@ -262,7 +326,7 @@ def test_a_run_that_fails_before_publication_has_booked_the_step_it_made(tiny_mo
     monkeypatch.setattr(WeightSync, "on_train_batch_end", fail)
     with pytest.raises(RuntimeError, match="before the publication"):
         run(tiny_model, tmp_path, steps=2, mode="sync")
-    assert seen[0].state_dict()["ledgers"][0]["closed"] == {"trained": 8}
+    assert seen[0].state_dict()["ranks"][0]["ledger"]["closed"] == {"trained": 8}
 
 
 def test_a_context_larger_than_the_engines_is_refused(tiny_model, tmp_path):

@@ -51,6 +51,8 @@ FORBIDDEN_HINT = (
 class SandboxUnavailable(NotReady):
     """The sandbox cannot be started at the isolation asked for; the message says what to install or to allow."""
 
+    failure_kind = "tool_unavailable"
+
 
 def command(isolation: Isolation, control: int, trainer: int) -> tuple[list[str], dict[str, str]]:
     """Command line and environment of the zygote, which inherits the two descriptors.

@@ -320,29 +320,30 @@ def serve(connection: Connection, inbox: queue.SimpleQueue[list[tuple[Any, ...]]
         connection.send([("refused", f"{type(error).__name__}: {error}")])
         raise
     connection.send([("ready", facts, batcher.version)])
-    last_sent = time.monotonic()
-    while True:
-        messages = [] if batcher.busy else [inbox.get()]
-        while not inbox.empty():
-            messages.append(inbox.get())
-        events: list[tuple[Any, ...]] = []
-        for command, *arguments in (item for message in messages for item in message):
-            if command == "add":
-                batcher.add(*arguments)
-            elif command == "abort":
-                batcher.abort(*arguments)
-            elif command == "forget":
-                batcher.forget(*arguments)
-            elif command == "update":
-                buffer, version = arguments
-                SharedWeights(settings.buffers[buffer]).load_into(facts.layout, batcher.model)
-                batcher.weights_changed(version)
-                events.append(("updated", version))
-        if batcher.busy:
-            events.extend(("ended", *ended) for ended in batcher.step())
-        if events or time.monotonic() - last_sent > HEARTBEAT_SECONDS:
-            connection.send(events)
-            last_sent = time.monotonic()
+    with torch.inference_mode():  # aborts and updates move keys and values about, too
+        last_sent = time.monotonic()
+        while True:
+            messages = [] if batcher.busy else [inbox.get()]
+            while not inbox.empty():
+                messages.append(inbox.get())
+            events: list[tuple[Any, ...]] = []
+            for command, *arguments in (item for message in messages for item in message):
+                if command == "add":
+                    batcher.add(*arguments)
+                elif command == "abort":
+                    batcher.abort(*arguments)
+                elif command == "forget":
+                    batcher.forget(*arguments)
+                elif command == "update":
+                    buffer, version = arguments
+                    SharedWeights(settings.buffers[buffer]).load_into(facts.layout, batcher.model)
+                    batcher.weights_changed(version)
+                    events.append(("updated", version))
+            if batcher.busy:
+                events.extend(("ended", *ended) for ended in batcher.step())
+            if events or time.monotonic() - last_sent > HEARTBEAT_SECONDS:
+                connection.send(events)
+                last_sent = time.monotonic()
 
 
 def _read(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:

@@ -190,6 +190,8 @@ class Conversation:
             )
         if not all(-float("inf") < logprob <= 0.0 for logprob in completion.logprobs):
             raise EngineError("the engine returned a log-prob that is positive or not finite")
+        if min(completion.policy_versions) < 0:
+            raise EngineError("the engine did not say which policy version sampled a token")
         self.token_ids += completion.token_ids
         self.policy_mask += [True] * count
         self.behavior_logprobs += completion.logprobs

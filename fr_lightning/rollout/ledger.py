@@ -2,15 +2,17 @@
 
 Invariant: exactly once. A rollout drawn is open until it is closed under one name, `trained` or the reason it was not;
 the counts always add up to the number drawn. The state is small and plain, so it travels in Lightning's checkpoint, and
-rollouts open at the time of a checkpoint are drawn again on resume.
+rollouts open at the time of a checkpoint are drawn again on resume, unless their trajectories travel with it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,6 +21,12 @@ from fr_lightning.rollout.runner import derived_seed
 from fr_lightning.trajectory import Task
 
 TRAINED = "trained"
+SAMPLED_ROWS = 64
+"""Rows that stand for the whole dataset when it is compared with another."""
+
+
+class ResumeRefused(ValueError):
+    """A checkpoint belongs to another run: going on from it would train on something else than the settings say."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,17 @@ class TaskSource:
         name = str(row.get("id", index))
         seed = derived_seed(self.seed, self.split, index)
         return Task(id=f"{self.split}/{name}", seed=seed, row=row, split=self.split, group=group)
+
+    def facts(self) -> dict[str, Any]:
+        """What the order of tasks depends on, by the names of its settings."""
+        facts = {"data.seed": self.seed, "data.rollouts_per_task": self.rollouts_per_task}
+        if self.rows is None:
+            return {**facts, "training rows": "made from seeds"}
+        count = len(self.rows)
+        digest = hashlib.blake2b(digest_size=8)
+        for index in sorted({place * (count - 1) // SAMPLED_ROWS for place in range(SAMPLED_ROWS + 1)}):
+            digest.update(json.dumps(dict(self.rows[index]), sort_keys=True, default=repr).encode())
+        return {**facts, "training rows": f"{count} ({digest.hexdigest()})"}
 
 
 @lru_cache(maxsize=4)
@@ -90,7 +109,7 @@ class Ledger:
             else:
                 draw, self._next = self._next, self._next + self._stride
             rollout = Rollout(
-                id=f"rollout-{draw}",
+                id=rollout_id(draw),
                 draw=draw,
                 task=self._source.task(draw),
                 seed=derived_seed(self._source.seed, "rollout", draw),
@@ -127,27 +146,38 @@ class Ledger:
                 "open": sorted([*self._open.values(), *self._again]),
                 "closed": dict(self._closed),
                 "stride": self._stride,
-                "seed": self._source.seed,
+                "source": self._source.facts(),
             }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], completed: Collection[str] = ()) -> None:
         """Go on from a checkpoint: what was open then is drawn again first.
 
+        Args:
+            state: of a ledger.
+            completed: ids of open rollouts that need not be drawn again: their trajectories are at hand.
+
         Raises:
-            ValueError: the checkpoint was made with another seed or another number of ranks.
+            ResumeRefused: the checkpoint was made with other tasks, another order or another number of ranks.
         """
         with self._lock:
-            if state["seed"] != self._source.seed:
-                raise ValueError(
-                    f"the checkpoint drew its tasks with data.seed {state['seed']}, this run has "
-                    f"{self._source.seed}: tasks would be skipped or doubled. Set data.seed to {state['seed']}"
-                )
+            now = self._source.facts()
+            for name, then in state["source"].items():
+                if then != now[name]:
+                    raise ResumeRefused(
+                        f"the checkpoint drew its tasks with {name} {then}, this run has {now[name]}: tasks would be "
+                        "skipped or doubled. Resume with the same tasks, or go on with the weights alone: "
+                        "`fr-lightning export` them and begin a new run from that folder (model.policy.name)"
+                    )
             if state["stride"] != self._stride:
-                raise ValueError(
+                raise ResumeRefused(
                     f"the checkpoint was made by {state['stride']} ranks, this run has {self._stride}: resume with "
                     "as many"
                 )
             self._next = state["next"]
-            self._again = deque(state["open"])
+            self._open = {rollout_id(draw): draw for draw in state["open"] if rollout_id(draw) in completed}
+            self._again = deque(draw for draw in state["open"] if rollout_id(draw) not in completed)
             self._closed = Counter(state["closed"])
-            self._open = {}
+
+
+def rollout_id(draw: int) -> str:
+    return f"rollout-{draw}"

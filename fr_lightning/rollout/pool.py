@@ -8,29 +8,24 @@ waiting for ever.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import contextlib
 import itertools
 import logging
-import threading
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from fr_lightning.rollout.ledger import TRAINED, Ledger, Rollout
+from fr_lightning.rollout.ledger import TRAINED, Ledger, Rollout, rollout_id
 from fr_lightning.rollout.lockstep import Lockstep
+from fr_lightning.rollout.loop_thread import LoopThread, wait
 from fr_lightning.rollout.queue import CompletionQueue, LagLimit
-from fr_lightning.rollout.runner import Environment, EpisodeFailed, Runner, derived_seed
+from fr_lightning.rollout.runner import FAILURE_KINDS, Environment, EpisodeFailed, FailureKind, Runner, derived_seed
 from fr_lightning.trajectory import Task, Trajectory
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 STALE = "stale"
 CLOSE_SECONDS = 10.0
-ALL_BUT_NONE = 0.999
-"""An evaluation reports what could not be played, and stops only where nothing can."""
 
 
 class PoolFailed(RuntimeError):
@@ -38,8 +33,8 @@ class PoolFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class RetryPolicy:
-    """What happens to failed episodes.
+class Retries:
+    """What happens to episodes that fail.
 
     Attributes:
         attempts: how often a task is played before it is closed under the failure's name.
@@ -56,54 +51,28 @@ class RetryPolicy:
             raise ValueError(f"need attempts ≥ 1, backoff ≥ 0 and 0 < max_failure_share ≤ 1, got {self}")
 
 
-def wait(future: concurrent.futures.Future[T], check: Callable[[], None] = lambda: None) -> T:
-    """Result of a future; `check` is called ten times a second and may end the wait, and the work, by raising."""
-    try:
-        while not future.done():
-            concurrent.futures.wait([future], timeout=0.1)
-            if not future.done():
-                check()
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
+@dataclass(frozen=True)
+class RetryPolicy(Retries):
+    """What happens to episodes that fail, whatever of, and to those of one kind.
 
+    Attributes:
+        by_kind: other values for failures of one kind: env_error, tool_unavailable, verifier_unverifiable,
+            engine_error, timeout or prompt_too_long. Its share counts failures of that kind alone.
+    """
 
-class LoopThread:
-    """An asyncio event loop in a daemon thread, with calls into it from outside."""
+    by_kind: Mapping[str, Retries] = field(default_factory=dict)
 
-    def __init__(self, name: str, workers: int):
-        self.loop = asyncio.new_event_loop()
-        self._executor = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix=f"{name}-env")
-        self.loop.set_default_executor(self._executor)
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
-        self._thread.start()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unknown = set(self.by_kind) - set(FAILURE_KINDS)
+        if unknown:
+            raise ValueError(
+                f"data.retry.by_kind names {', '.join(sorted(unknown))}; failures are of the kinds "
+                f"{', '.join(FAILURE_KINDS)}"
+            )
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
-    def run(self, coroutine: Coroutine[Any, Any, T], check: Callable[[], None] = lambda: None) -> T:
-        """Run a coroutine on the loop and wait for it (see `wait`)."""
-        return wait(self.submit(coroutine), check)
-
-    def stop(self) -> None:
-        """Cancel what still runs and end the thread."""
-        if not self._thread.is_alive():
-            return
-
-        async def cancel_all() -> None:
-            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks, timeout=5.0) if tasks else None
-
-        with contextlib.suppress(concurrent.futures.TimeoutError):
-            self.submit(cancel_all()).result(timeout=10.0)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout=5.0)
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        if not self._thread.is_alive():
-            self.loop.close()
+    def of(self, kind: FailureKind) -> Retries:
+        return self.by_kind.get(kind, self)
 
 
 class Pool:
@@ -112,7 +81,7 @@ class Pool:
     Args:
         thread: the event loop; the engine behind `runner` must have been started on it.
         runner: plays one episode.
-        make_env: a fresh environment; each concurrent episode has its own, kept from task to task.
+        make_env: makes a fresh environment; each concurrent episode has its own, kept from task to task.
         ledger: of the tasks.
         batch_size: B.
         concurrency: episodes in flight.
@@ -126,7 +95,7 @@ class Pool:
         self,
         thread: LoopThread,
         runner: Runner,
-        make_env: Callable[[], Environment],
+        make_env: Callable[[], Awaitable[Environment]],
         ledger: Ledger,
         *,
         batch_size: int,
@@ -148,7 +117,7 @@ class Pool:
         self._space = asyncio.Event()
         self._seats: list[asyncio.Task[None]] = []
         self._spare_envs: list[Environment] = []
-        self._closing: set[asyncio.Future[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
         self._recent: deque[EpisodeFailed | None] = deque(maxlen=64)
         self._broken: BaseException | None = None  # what killed a seat: a fault of our own
         self._in_training: list[str] = []
@@ -183,7 +152,7 @@ class Pool:
 
         def check_all() -> None:
             check()
-            self._raise_if_broken(self._retry.max_failure_share)
+            self._raise_if_broken(self._retry)
 
         batch = self.queue.take(version, check_all)
         self._in_training += [trajectory.rollout_id for trajectory in batch]
@@ -228,7 +197,7 @@ class Pool:
                     batch.append(result)
                 else:
                     self.ledger.close(rollout.id, result.kind)
-            self._raise_if_broken(self._retry.max_failure_share)
+            self._raise_if_broken(self._retry)
         self._in_training += [trajectory.rollout_id for trajectory in batch]
         return batch
 
@@ -244,7 +213,7 @@ class Pool:
                 *(self._attempt(rollout.task, rollout.id, rollout.seed, attempt, gated) for rollout, attempt in wave)
             )
             for (rollout, attempt), result in zip(wave, played, strict=True):
-                if isinstance(result, EpisodeFailed) and result.retry and attempt + 1 < self._retry.attempts:
+                if isinstance(result, EpisodeFailed) and self._again(result, attempt + 1):
                     waiting.append((rollout, attempt + 1))
                 else:
                     results[rollout.id] = result
@@ -274,7 +243,7 @@ class Pool:
 
         def check_all() -> None:
             check()
-            self._raise_if_broken(ALL_BUT_NONE)
+            self._raise_if_broken(PLAY_ON)
 
         rollouts = [
             Rollout(f"{task.id}#{sample}", -1, task, derived_seed(task.seed, "sample", sample))
@@ -314,9 +283,13 @@ class Pool:
             on_start()
             result = await self._attempt(task, rollout_id, seed, attempt, runner)
             attempt += 1
-            if isinstance(result, Trajectory) or not result.retry or attempt == self._retry.attempts:
+            if isinstance(result, Trajectory) or not self._again(result, attempt):
                 return result
-            await asyncio.sleep(self._retry.backoff * 2 ** (attempt - 1))
+            await asyncio.sleep(self._retry.of(result.kind).backoff * 2 ** (attempt - 1))
+
+    def _again(self, failure: EpisodeFailed, attempts: int) -> bool:
+        """Whether a task that was played so often and failed like this is played once more."""
+        return failure.retry and attempts < self._retry.of(failure.kind).attempts
 
     async def _attempt(
         self, task: Task, rollout_id: str, seed: int, attempt: int, runner: Runner
@@ -340,19 +313,22 @@ class Pool:
         return replace(trajectory, rollout_id=rollout_id)
 
     async def _fresh_env(self) -> Environment:
+        where, seconds = "the environment's constructor", self.runner.limits.env_timeout
         try:
-            return await asyncio.to_thread(self._make_env)
+            async with asyncio.timeout(seconds):
+                return await self._make_env()
+        except TimeoutError as error:
+            raise EpisodeFailed("timeout", where, f"not there within {seconds:g} s") from error
         except Exception as error:  # anybody's code
-            raise EpisodeFailed("env_error", "the environment's constructor", error) from error
+            raise EpisodeFailed.of_environment(where, error) from error
 
     def _discard(self, env: Environment | None) -> None:
-        close = getattr(env, "close", None)
-        if close is not None:
-            closing = asyncio.get_running_loop().run_in_executor(None, close)
+        if env is not None:
+            closing = asyncio.get_running_loop().create_task(env.aclose())
             self._closing.add(closing)
             closing.add_done_callback(self._closed)
 
-    def _closed(self, closing: asyncio.Future[None]) -> None:
+    def _closed(self, closing: asyncio.Task[None]) -> None:
         self._closing.discard(closing)
         if not closing.cancelled() and closing.exception() is not None:
             logger.warning("An environment failed to close: %s", closing.exception())
@@ -365,27 +341,60 @@ class Pool:
             logger.warning("An episode failed and is retried (further ones are counted): %s", failure)
         self.failures[failure.kind] += 1
 
-    def _raise_if_broken(self, max_failure_share: float) -> None:
+    def _raise_if_broken(self, retry: RetryPolicy) -> None:
         """Tell the learner when waiting makes no sense: a seat has died, or too many of the latest attempts failed."""
         if self._broken is not None:
             raise self._broken
         recent = list(self._recent)
+        if len(recent) < min(16, 2 * self._concurrency):
+            return
         failed = [entry for entry in recent if entry is not None]
-        if len(recent) < min(16, 2 * self._concurrency) or len(failed) <= max_failure_share * len(recent):
+        self._raise_if_more(failed, "", retry.max_failure_share, len(recent))
+        for kind, of_kind in retry.by_kind.items():
+            alike = [entry for entry in failed if entry.kind == kind]
+            self._raise_if_more(alike, f" with {kind}", of_kind.max_failure_share, len(recent))
+
+    def _raise_if_more(self, failed: Sequence[EpisodeFailed], how: str, share: float, episodes: int) -> None:
+        if len(failed) <= share * episodes:
             return
         (where, count), *_ = Counter(entry.where for entry in failed).most_common(1)
         latest = next(entry for entry in reversed(failed) if entry.where == where)
         raise PoolFailed(
-            f"{len(failed) / len(recent):.0%} of the latest {len(recent)} episodes failed, {count} of them in {where}; "
+            f"{len(failed) / episodes:.0%} of the latest {episodes} episodes failed{how}, {count} of them in {where}; "
             f"the latest: {latest}"
         ) from latest.__cause__
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ledger, and the trajectories that wait for the learner."""
+        waiting = self.queue.waiting()  # first: one that is completed in between is open, and will be played again
+        ledger = self.ledger.state_dict()
+        still_open = set(map(rollout_id, ledger["open"]))
+        kept = [trajectory for trajectory in waiting if trajectory.rollout_id in still_open]
+        return {"ledger": ledger, "waiting": [trajectory.state_dict() for trajectory in kept]}
+
+    def load_state_dict(self, state: Mapping[str, Any], version: int, *, use_waiting: bool) -> None:
+        """Go on from a checkpoint, before the first batch.
+
+        Args:
+            state: of a pool.
+            version: of the learner.
+            use_waiting: hand out the trajectories that waited; or play their tasks again, as `play_batch` must.
+
+        Raises:
+            ResumeRefused: it is a checkpoint of other tasks.
+        """
+        waiting = [Trajectory.from_state_dict(one) for one in state["waiting"]] if use_waiting else []
+        taken = self.queue.restore(waiting, version)
+        self.ledger.load_state_dict(state["ledger"], completed={trajectory.rollout_id for trajectory in taken})
 
     # -- bookkeeping and end -----------------------------------------------------------------------------------------
 
     def trained(self) -> None:
         """The update made of the last batch is done, whether or not the engine has it yet: its rollouts are trained."""
-        for rollout_id in self._in_training:
-            self.ledger.close(rollout_id, TRAINED)
+        for trained in self._in_training:
+            self.ledger.close(trained, TRAINED)
         self._in_training = []
 
     def published(self) -> None:
@@ -408,6 +417,10 @@ class Pool:
 
         self._thread.submit(empty()).result(timeout=2 * CLOSE_SECONDS)
         self._seats = []
+
+
+PLAY_ON = RetryPolicy(max_failure_share=0.999)
+"""An evaluation reports what could not be played, and stops only where nothing can."""
 
 
 def _attempt_name(rollout_id: str, attempt: int) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -117,6 +117,36 @@ class CompletionQueue:
             self._condition.notify_all()
         self._on_space()
 
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def waiting(self) -> list[Trajectory]:
+        """What is completed and not yet taken, oldest policy first."""
+        with self._condition:
+            return [entry.trajectory for entry in self._ready() if entry.trajectory is not None]
+
+    def restore(self, waiting: Iterable[Trajectory], version: int) -> list[Trajectory]:
+        """Before any episode starts, put back what waited when a checkpoint was made, oldest policy first.
+
+        Args:
+            waiting: the trajectories.
+            version: of the learner that goes on from it.
+
+        Returns:
+            those that this queue has room for, within its lag: the settings may have changed since.
+        """
+        taken: list[Trajectory] = []
+        limit = self.lag.max_policy_lag
+        for trajectory in waiting:
+            trained = version + len(taken) // self.batch_size  # the learner's version when its turn comes
+            fresh = limit is None or trained - trajectory.oldest_version <= limit
+            if fresh and len(taken) < self.max_outstanding:
+                taken.append(trajectory)
+        with self._condition:
+            for trajectory in taken:
+                entry = _Outstanding(trajectory.oldest_version, trajectory, time.perf_counter())
+                self._all[trajectory.rollout_id] = entry
+        return taken
+
     # -- the learner's side ------------------------------------------------------------------------------------------
 
     def take(self, version: int, check: Callable[[], None] = lambda: None) -> list[Trajectory]:
@@ -154,12 +184,13 @@ class CompletionQueue:
         with self._condition:
             return sum(entry.trajectory is None and not entry.in_training for entry in self._all.values())
 
+    def _ready(self) -> list[_Outstanding]:
+        ready = (entry for entry in self._all.values() if entry.trajectory is not None)
+        return sorted(ready, key=lambda entry: (entry.version, entry.finished))
+
     def _choose(self, version: int) -> list[Trajectory] | None:
         pending = [entry for entry in self._all.values() if not entry.in_training]
-        ready = sorted(
-            (entry for entry in pending if entry.trajectory is not None),
-            key=lambda entry: (entry.version, entry.finished),
-        )
+        ready = self._ready()
         if len(ready) < self.batch_size:
             return None
         chosen = ready[: self.batch_size]

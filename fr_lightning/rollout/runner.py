@@ -9,17 +9,25 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import reprlib
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from fr_lightning.engines.base import Completion, EngineError, PromptTooLong, Sampling
 from fr_lightning.rollout.conversation import ChatFormat, Conversation
 from fr_lightning.trajectory import Task, Timing, Trajectory, Turn
 
 T = TypeVar("T")
-FailureKind = Literal["env_error", "engine_error", "timeout", "prompt_too_long"]
+FailureKind = Literal[
+    "env_error", "tool_unavailable", "verifier_unverifiable", "engine_error", "timeout", "prompt_too_long"
+]
+FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
+
+CHARACTERS_PER_TOKEN = 64
+"""Roughly the longest tokens of usual vocabularies: a text of more than the context times that cannot fit in it."""
+MAX_METRICS = 256
 
 
 class EpisodeFailed(RuntimeError):
@@ -32,6 +40,13 @@ class EpisodeFailed(RuntimeError):
         self.where = where
         self.retry = retry
         self.task_id = ""
+
+    @classmethod
+    def of_environment(cls, where: str, error: Exception) -> EpisodeFailed:
+        """An environment is anybody's code: whatever it raises is its failure. Its error may say which kind, by an
+        attribute `failure_kind`: that of a tool or of a verifier."""
+        kind = getattr(error, "failure_kind", None)
+        return cls(kind if kind in FAILURE_KINDS else "env_error", where, error)
 
 
 @dataclass(frozen=True)
@@ -72,6 +87,8 @@ class Environment(Protocol):
     async def areset(self, *, seed: int | None, options: dict[str, Any] | None) -> tuple[str, dict]: ...
 
     async def astep(self, action: str) -> tuple[str, float, bool, bool, dict]: ...
+
+    async def aclose(self) -> None: ...
 
 
 class Generator(Protocol):
@@ -119,7 +136,7 @@ class Runner:
         reset = env.areset(seed=task.seed, options=task.reset_options())
         observation, info = _pair(await self._env(reset, "env.reset", clock))
         conversation = Conversation(
-            self.chat, _text(observation, "env.reset"), system_prompt=env.system_prompt, tools=env.tools
+            self.chat, self._text(observation, "env.reset"), system_prompt=env.system_prompt, tools=env.tools
         )
         turns: list[Turn] = []
         reward, terminated, truncated, metrics = 0.0, False, False, {}
@@ -160,7 +177,7 @@ class Runner:
             if len(turns) == self.limits.max_turns:
                 truncated = True
                 break
-            shown = _text(observation, "env.step")
+            shown = self._text(observation, "env.step")
             if self.limits.max_observation_tokens is not None:
                 shown = self.chat.shortened(shown, self.limits.max_observation_tokens)
             conversation.add_observation(shown, info.get("role", "user"))
@@ -182,6 +199,16 @@ class Runner:
             metrics=metrics,
             timing=Timing(generate=clock.generate, env=clock.env),
         )
+
+    def _text(self, observation: Any, where: str) -> str:
+        if not isinstance(observation, str):
+            raise EpisodeFailed("env_error", where, f"observation must be a str, got {_brief(observation)}")
+        most = CHARACTERS_PER_TOKEN * self.limits.max_context
+        if len(observation) <= most:
+            return observation
+        # It cannot fit anyway, and tokenising it would hold up all other episodes: a hundred megabytes take minutes.
+        left_out = len(observation) - most
+        return f"{observation[: most // 2]}\n[{left_out} characters left out]\n{observation[-(most // 2) :]}"
 
     def _room(self, conversation: Conversation) -> int:
         room = self.limits.max_context - len(conversation)
@@ -210,8 +237,8 @@ class Runner:
                 return await call
         except TimeoutError as error:
             raise EpisodeFailed("timeout", where, f"no answer within {self.limits.env_timeout:g} s") from error
-        except Exception as error:  # an environment is anybody's code: whatever it raises is its failure
-            raise EpisodeFailed("env_error", where, error) from error
+        except Exception as error:
+            raise EpisodeFailed.of_environment(where, error) from error
         finally:
             clock.env += time.perf_counter() - began
 
@@ -251,16 +278,15 @@ def _five(result: Any) -> tuple[Any, float, bool, bool, dict]:
     return observation, value, bool(terminated), bool(truncated), info
 
 
-def _text(observation: Any, where: str) -> str:
-    if not isinstance(observation, str):
-        raise EpisodeFailed("env_error", where, f"observation must be a str, got {_brief(observation)}")
-    return observation
-
-
 def _metrics(info: dict) -> dict[str, float]:
-    return {str(name): float(value) for name, value in info.get("metrics", {}).items()}
+    metrics = info.get("metrics", {})
+    if len(metrics) > MAX_METRICS:
+        raise EpisodeFailed(
+            "env_error", "env.step", f"info['metrics'] has {len(metrics)} names, more than {MAX_METRICS}"
+        )
+    return {str(name): float(value) for name, value in metrics.items()}
 
 
 def _brief(value: object) -> str:
-    shown = repr(value)
-    return f"{type(value).__name__} {shown if len(shown) < 80 else shown[:77] + '...'}"
+    """What it is, in a line. `reprlib` looks at the first few parts of it only: it may be huge."""
+    return f"{type(value).__name__} {reprlib.repr(value)}"

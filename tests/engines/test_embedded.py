@@ -356,6 +356,26 @@ def test_prompts_that_cannot_be_continued_are_refused(engine, loop, prompt, erro
         loop.run_until_complete(engine.generate(prompt))
 
 
+def test_cancelling_a_conversation_leaves_the_others_as_they_are(engine, loop):
+    """Whichever it is: its keys and values give way to those of another one."""
+
+    async def play():
+        prompts = [[7 + number] for number in range(SLOTS)]
+        tasks = [
+            asyncio.ensure_future(engine.generate(prompt, Sampling(max_tokens=400 + 10 * number, seed=number)))
+            for number, prompt in enumerate(prompts)
+        ]
+        for number in (0, 2, 1):
+            await asyncio.sleep(0.15)
+            assert not tasks[number].done(), "too fast for this test"
+            tasks[number].cancel()
+        return [(prompt, await task) for prompt, task in list(zip(prompts, tasks, strict=True))[3:]]
+
+    for prompt, completion in loop.run_until_complete(play()):
+        assert_from_versions(completion, prompt, {engine.version: make_model("qwen3")})
+    assert engine._restarts == 0
+
+
 def test_cancelling_a_request_frees_its_place(engine, loop):
     async def play():
         running = [asyncio.ensure_future(engine.generate([1], Sampling(max_tokens=CONTEXT))) for _ in range(SLOTS)]

@@ -10,9 +10,10 @@ import time
 import pytest
 from scripted_engine import ScriptedEngine
 
-from fr_lightning.envs.base import TextEnv
+from fr_lightning.envs.base import TextEnv, in_thread
 from fr_lightning.rollout.ledger import Ledger, TaskSource
-from fr_lightning.rollout.pool import LoopThread, Pool, PoolFailed, RetryPolicy, wait
+from fr_lightning.rollout.loop_thread import LoopThread, wait
+from fr_lightning.rollout.pool import Pool, PoolFailed, RetryPolicy
 from fr_lightning.rollout.queue import LagLimit
 from fr_lightning.rollout.runner import EpisodeFailed, Runner
 from fr_lightning.trajectory import Task, Trajectory
@@ -52,7 +53,7 @@ def make_pool(thread, chat, *, env=Echo, engine=None, concurrency=8, batch_size=
     return Pool(
         thread,
         Runner(engine, chat),
-        env,
+        lambda: in_thread(env),
         Ledger(TaskSource(None, seed=0)),
         batch_size=batch_size,
         concurrency=concurrency,

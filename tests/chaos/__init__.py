@@ -1,0 +1,1 @@
+"""Faults injected on purpose, and what must hold whatever they are."""

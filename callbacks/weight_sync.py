@@ -21,10 +21,14 @@ from fr_lightning.module import FlashReinforce
 from fr_lightning.trajectory import TrajectoryBatch
 
 FLOAT32_TOLERANCE = 1e-3
-TOLERANCE = 5e-2
-"""Largest mean |Δ log-prob| per token where engine or learner computes in 16 bits. Rounding makes about 0.01 of it."""
+TOLERANCE = 1e-1
+"""Largest mean |Δ log-prob| per token where engine or learner computes in 16 bits.
 
-CLEARLY = 10.0
+Measured on SmolLM2-135M, bfloat16 engine and bfloat16-mixed learner: rounding makes 0.05 of it, and 0.06 under the
+weights of the proof, where one stale layer of thirty makes 0.13, a stale tied head 0.29 and stale norms 0.39.
+"""
+
+CLEARLY = 5.0
 """How many tolerances the weights of the proof move log-probs, so that a part of them that did not arrive shows too."""
 
 
@@ -40,7 +44,7 @@ class AgreementCheck:
         prompts: probes per comparison.
         tokens: sampled for each.
         max_difference: largest mean |log-prob of the engine - log-prob of the learner| per token; null: 0.001 where
-            both compute in float32, else 0.05.
+            both compute in float32, else 0.1.
         prove_sync: before training, also publish weights that are moved away from the model's, and back: an engine
             that loaded the right model agrees with the learner even if no publication ever reaches it.
     """

@@ -38,4 +38,4 @@ class UpdateCallback(pl.Callback):
     ) -> None:
         update: Update = outputs["update"]
         values = {name: float(value) for name, value in self.measure(update).items()}
-        pl_module.log_dict(over_ranks(values), batch_size=len(update.batch))
+        pl_module.log_dict(over_ranks(values, len(update.batch)), batch_size=len(update.batch))

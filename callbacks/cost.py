@@ -46,4 +46,4 @@ class Cost(pl.Callback):
             **{f"rollouts/dropped_{tokens}": float(n) for tokens, n in dict(data.pool.queue.dropped_by_length).items()},
             **{f"rollouts/failed_{kind}": float(count) for kind, count in dict(data.pool.failures).items()},
         }
-        pl_module.log_dict(over_ranks(values), batch_size=len(batch))
+        pl_module.log_dict(over_ranks(values, len(batch)), batch_size=len(batch))

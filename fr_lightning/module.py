@@ -26,7 +26,7 @@ from fr_lightning.evaluation import Evaluation, Outcome, evaluate
 from fr_lightning.interruption import Interruption
 from fr_lightning.objective import ImportanceRatio, Objective, policy_loss
 from fr_lightning.packing import micro_batches
-from fr_lightning.parallel import FailedRank, gather_objects, over_ranks, shard
+from fr_lightning.parallel import FailedRank, gather_objects, over_ranks, shard, share_evenly
 from fr_lightning.policy import Policy, PolicyConfig
 from fr_lightning.rollout.ledger import ResumeRefused
 from fr_lightning.rollout.runner import EpisodeFailed
@@ -36,7 +36,7 @@ from fr_lightning.weights import whole_tensors
 
 @dataclass
 class Update:
-    """What one optimizer step saw, for callbacks: one value per trajectory of this rank's batch, in batch order [B].
+    """What one optimizer step saw, for callbacks: one value per trajectory this rank learnt from, in batch order [B].
 
     `entropy` is the mean full-vocabulary entropy over a trajectory's policy tokens, in nats. `ratio_*` are of the
     importance ratio over all its micro-batches.
@@ -146,10 +146,13 @@ class FlashReinforce(pl.LightningModule):
             groups=self._of_all_ranks(batch.groups),
             positive_only=self._positive_only,
         )
-        first = self.global_rank * len(batch)
-        mine = centred[first : first + len(batch)]
-        parts = _split(len(batch), self.updates_per_batch)
-        *_, update = [self._update(batch.subset(rows), mine[list(rows)]) for rows in parts]
+        if self.updates_per_batch == 1:
+            batch, numbers = share_evenly(batch)
+            update = self._update(batch, centred[numbers])
+        else:  # ranks must split alike: each learns from its own
+            mine = centred[self.global_rank * len(batch) :][: len(batch)]
+            parts = _split(len(batch), self.updates_per_batch)
+            *_, update = [self._update(batch.subset(rows), mine[list(rows)]) for rows in parts]
         uniform = float((rewards == rewards[0]).all())
         self._log_update(update, rewards, uniform)
         return {"loss": torch.tensor(update.loss), "update": update}
@@ -159,8 +162,8 @@ class FlashReinforce(pl.LightningModule):
         assert self.policy is not None
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
-        num_trajectories = len(batch) * self.world_size
-        num_tokens = int(self._of_all_ranks(batch.policy_lengths).sum())
+        policy_lengths = self._of_all_ranks(batch.policy_lengths)
+        num_trajectories, num_tokens = len(policy_lengths), int(policy_lengths.sum())
         groups = micro_batches(batch.lengths, self._max_tokens, packed=self.policy.packed)
         groups += [[]] * (max(gather_objects(len(groups))) - len(groups))  # every rank runs as many
         update = Update(
@@ -264,7 +267,7 @@ class FlashReinforce(pl.LightningModule):
             "train/importance_ratio_max": update.ratio_max,
             "train/micro_batches": float(update.micro_batches),
         }
-        self.log_dict(over_ranks(values), batch_size=len(update.batch))
+        self.log_dict(over_ranks(values, len(update.batch)), batch_size=len(update.batch))
         self.log("reward", values["train/reward"], prog_bar=True, logger=False, batch_size=len(update.batch))
 
     # -- evaluation --------------------------------------------------------------------------------------------------

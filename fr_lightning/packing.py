@@ -1,4 +1,4 @@
-"""Token-budget micro-batches: which rows of a batch go through the policy together.
+"""Which rows of a batch go through the policy together, and on which rank.
 
 Invariant: every row is in exactly one group, and the groups are a function of the lengths alone, so that a resumed or
 repeated run computes the same sums. The longest rows come first: a budget that does not fit in memory fails in the
@@ -7,6 +7,7 @@ first second, not in the last.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 
@@ -50,3 +51,20 @@ def micro_batches(
     if len(groups) > count:
         raise ValueError(f"{len(groups)} groups of at most {max_tokens} tokens are needed, more than count = {count}")
     return groups + [[] for _ in range(count - len(groups))]
+
+
+def balanced_parts(lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """Row indices in so many parts of about as many tokens: the longest row left goes to the part with the fewest.
+
+    No part has more tokens than 4/3 of what the best partition's largest has (Graham 1969), and none is empty where
+    there are as many rows as parts.
+    """
+    if parts < 1:
+        raise ValueError(f"need at least one part, got {parts}")
+    found: list[list[int]] = [[] for _ in range(parts)]
+    fewest = [(0, part) for part in range(parts)]
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        tokens, part = heapq.heappop(fewest)
+        found[part].append(row)
+        heapq.heappush(fewest, (tokens + lengths[row], part))
+    return [sorted(rows) for rows in found]

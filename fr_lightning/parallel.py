@@ -20,9 +20,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from fr_lightning.packing import balanced_parts
 from fr_lightning.policy import Policy
+from fr_lightning.trajectory import TrajectoryBatch
 
 T = TypeVar("T")
+
+UNEVEN = 1.1
+"""Tokens of the busiest rank ÷ the mean, above which trajectories change ranks. All ranks wait for the busiest one; the
+exchange, 21 bytes a token, is small beside what a token costs to learn from."""
 
 
 class FSDP2(ModelParallelStrategy):
@@ -77,18 +83,41 @@ def gather_objects(value: T) -> list[T]:
     return gathered
 
 
-def over_ranks(values: Mapping[str, float]) -> dict[str, float]:
+def share_evenly(batch: TrajectoryBatch) -> tuple[TrajectoryBatch, list[int]]:
+    """What this rank learns from, of the batches of all ranks, so that none has much more to do than the others.
+
+    Returns:
+        its trajectories, and their numbers among those of all ranks, which count rank by rank. Collective.
+    """
+    of_ranks = gather_objects(batch.lengths)
+    lengths = [length for of_rank in of_ranks for length in of_rank]
+    rank = torch.distributed.get_rank() if len(of_ranks) > 1 else 0
+    if max(map(sum, of_ranks)) <= UNEVEN * sum(lengths) / len(of_ranks):
+        first = sum(map(len, of_ranks[:rank]))
+        return batch, list(range(first, first + len(batch)))
+    everything = [trajectory for of_rank in gather_objects(batch.trajectories) for trajectory in of_rank]
+    mine = balanced_parts(lengths, len(of_ranks))[rank]
+    return TrajectoryBatch(everything[row] for row in mine), mine
+
+
+def over_ranks(values: Mapping[str, float], weight: float = 1.0) -> dict[str, float]:
     """Metrics of all ranks as one: the largest of those called `…max`, the mean of the others. Collective, one exchange
     for all of them; a rank may lack a name or hold NaN for it, and then says nothing about it.
+
+    Args:
+        values: of this rank.
+        weight: of this rank in the means, such as the number of trajectories behind them.
     """
-    of_ranks = gather_objects(dict(values))
+    of_ranks = gather_objects((dict(values), weight))
     merged = {}
-    for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
-        found = [of_rank[name] for of_rank in of_ranks if not math.isnan(of_rank.get(name, math.nan))]
+    for name in dict.fromkeys(name for of_rank, _ in of_ranks for name in of_rank):
+        found = [(of_rank[name], w) for of_rank, w in of_ranks if not math.isnan(of_rank.get(name, math.nan))]
         if not found:
             merged[name] = math.nan
+        elif name.endswith("max"):
+            merged[name] = max(value for value, _ in found)
         else:
-            merged[name] = max(found) if name.endswith("max") else sum(found) / len(found)
+            merged[name] = sum(value * w for value, w in found) / sum(w for _, w in found)
     return merged
 
 

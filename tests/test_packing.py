@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fr_lightning.packing import micro_batches
+from fr_lightning.packing import balanced_parts, micro_batches
 
 lengths_of_rows = st.lists(st.integers(1, 60), max_size=40)
 budgets = st.integers(1, 200)
@@ -85,3 +85,19 @@ def test_errors():
         micro_batches([3, 0], 5)
     with pytest.raises(ValueError, match="≥ 1"):
         micro_batches([3], 0)
+
+
+def test_parts_by_hand():
+    # 9 | 8, then 7 to the 8, 6 to the 9, 5 to (15 against 15) the first, 4 to the second
+    assert balanced_parts([4, 9, 8, 7, 5, 6], 2) == [[1, 4, 5], [0, 2, 3]]
+
+
+@given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 6))
+def test_every_row_is_in_one_part_and_no_part_has_much_more_than_its_share(lengths, parts):
+    found = balanced_parts(lengths, parts)
+    assert sorted(row for rows in found for row in rows) == list(range(len(lengths)))
+    assert len(found) == parts
+    if len(lengths) >= parts:
+        assert all(found)
+    largest = max(sum(lengths[row] for row in rows) for rows in found)
+    assert largest <= sum(lengths) / parts + max(lengths, default=0)

@@ -126,6 +126,22 @@ def test_two_ranks_make_the_run_of_one_and_go_on_from_its_checkpoint(tiny_model,
     assert all(torch.equal(saved[f"policy.model.{name}"], weight) for name, weight in weights.items())
 
 
+@pytest.mark.parametrize(("strategy", "mode"), [("ddp", "async"), ("fsdp2", "sync")])
+def test_episodes_that_are_twenty_times_longer_on_one_rank_hold_up_nothing(tiny_model, tmp_path, strategy, mode):
+    options = [
+        *("--data.env", "tests.distributed.uneven_env.LongOnOneRank", "--data.mode", mode),
+        *("--data.limits.max_turns", "30", "--data.limits.max_context", "600", "--data.sampling.max_tokens", "4"),
+        *("--data.engine.init_args.max_context", "600", "--trainer.val_check_interval", "100"),
+    ]
+    folder = tmp_path / "run"
+    finished(launch(tiny_model, folder, strategy=strategy, options=options))
+    norms = column(folder, "train/gradient_norm")
+    assert len(norms) == 4
+    assert all(0 < norm < 1e3 for norm in norms)
+    idle, step = column(folder, "time/wait"), column(folder, "time/step")
+    assert all(0 <= waited <= whole for waited, whole in zip(idle, step, strict=True))  # reported, and of all ranks
+
+
 def test_a_checkpoint_of_other_ranks_is_refused(tiny_model, tmp_path, alone):
     checkpoint = next((alone / "saved").iterdir())
     process = launch(tiny_model, tmp_path / "run", strategy="ddp", options=["--ckpt_path", str(checkpoint)])

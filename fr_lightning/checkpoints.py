@@ -6,7 +6,6 @@ end and found whole; nothing is loaded that could run code.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import zipfile
@@ -108,11 +107,8 @@ class SurvivingCheckpointIO(TorchCheckpointIO):
             else:
                 _write(checkpoint, Path(path))
             self.unsaved = None
-        except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
-            folder, room = Path(path).parent, ""
-            with contextlib.suppress(OSError):
-                room = f"; {shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free in {folder}"
-            self.unsaved = f"The checkpoint {path} could not be written: {error}{room}"
+        except OSError as error:
+            self.unsaved = f"The checkpoint {path} could not be written: {error}"
             rank_zero_warn(f"{self.unsaved}. Training goes on; earlier checkpoints are kept")
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -135,9 +131,16 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
     unfinished = path.with_name(path.name.removesuffix(SUFFIX) + UNFINISHED)
     try:
         with unfinished.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
+            try:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            except (OSError, RuntimeError) as error:  # torch wraps the system's error in one of its own
+                written = f"{file.tell() / 2**20:,.0f} MiB of it were written"
+                reason = next((one for one in (error, error.__context__) if isinstance(one, OSError)), None)
+                if reason is None:
+                    raise
+                raise OSError(reason.errno, f"{reason.strerror}, {written}") from error
         if path.is_dir():  # a sharded checkpoint of that name
             shutil.rmtree(path)
         unfinished.replace(path)

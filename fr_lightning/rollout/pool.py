@@ -318,7 +318,9 @@ class Pool:
             async with asyncio.timeout(seconds):
                 return await self._make_env()
         except TimeoutError as error:
-            raise EpisodeFailed("timeout", where, f"not there within {seconds:g} s") from error
+            raise EpisodeFailed(
+                "timeout", where, f"not there within {seconds:g} s (data.limits.env_timeout)"
+            ) from error
         except Exception as error:  # anybody's code
             raise EpisodeFailed.of_environment(where, error) from error
 

@@ -223,7 +223,9 @@ class Runner:
             return completion, conversation.add_completion(completion)
         except TimeoutError as error:
             raise EpisodeFailed(
-                "timeout", "engine.generate", f"no turn within {self.limits.generate_timeout:g} s"
+                "timeout",
+                "engine.generate",
+                f"no turn within {self.limits.generate_timeout:g} s (data.limits.generate_timeout)",
             ) from error
         except PromptTooLong as error:
             raise EpisodeFailed("prompt_too_long", "engine.generate", error, retry=False) from error
@@ -236,7 +238,9 @@ class Runner:
             async with asyncio.timeout(self.limits.env_timeout):
                 return await call
         except TimeoutError as error:
-            raise EpisodeFailed("timeout", where, f"no answer within {self.limits.env_timeout:g} s") from error
+            raise EpisodeFailed(
+                "timeout", where, f"no answer within {self.limits.env_timeout:g} s (data.limits.env_timeout)"
+            ) from error
         except Exception as error:
             raise EpisodeFailed.of_environment(where, error) from error
         finally:
@@ -281,10 +285,11 @@ def _five(result: Any) -> tuple[Any, float, bool, bool, dict]:
 def _metrics(info: dict) -> dict[str, float]:
     metrics = info.get("metrics", {})
     if len(metrics) > MAX_METRICS:
-        raise EpisodeFailed(
-            "env_error", "env.step", f"info['metrics'] has {len(metrics)} names, more than {MAX_METRICS}"
-        )
-    return {str(name): float(value) for name, value in metrics.items()}
+        raise EpisodeFailed("env_error", "env.step", f"info['metrics'] has {len(metrics)} > {MAX_METRICS} names")
+    try:
+        return {str(name): float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EpisodeFailed("env_error", "env.step", f"info['metrics'] must hold numbers: {_brief(metrics)}") from error
 
 
 def _brief(value: object) -> str:

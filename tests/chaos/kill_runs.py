@@ -36,7 +36,7 @@ REPOSITORY = Path(__file__).parents[2]
 def command(args: argparse.Namespace, seed: int) -> list[str]:
     checkpointing = "every_n_train_steps: 5, save_top_k: 2, monitor: step, mode: max"
     callbacks = [
-        "{class_path: tests.chaos.audit.Audit, init_args: {path: audit.jsonl}}",
+        "{class_path: tests.chaos.audit.Audit, init_args: {folder: audit}}",
         f"{{class_path: lightning.pytorch.callbacks.ModelCheckpoint, init_args: {{{checkpointing}}}}}",
     ]
     return [
@@ -123,7 +123,7 @@ def main() -> int:
             folder = Path(name) / f"killed-{number}"
             times = [chance.uniform(2.0, args.longest) for _ in range(chance.randint(1, args.kills))]
             gone = play(args, number, folder, times)
-            found = problems(folder / "audit.jsonl", newest_checkpoint(folder))
+            found = problems(folder / "audit", newest_checkpoint(folder))
             if args.mode == "sync":
                 ours, theirs = weights(folder), weights(Path(name) / f"unbroken-{number}")
                 if not all(torch.equal(ours[key], theirs[key]) for key in theirs):

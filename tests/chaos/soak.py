@@ -4,8 +4,8 @@
 
 The policy is the embedded one, in `async` mode. One episode in ten goes wrong, in each of the ways of `faulty_env`; the
 engine lies, dies or stalls every few hundred requests; a checkpoint is written every 20 updates to a disk on which only
-a few fit, so that most of them find it full, until it is emptied again. Written to `--output`: `samples.csv`,
-`soak.png`, `audit.jsonl` and the log; at the end the accounts are checked.
+one fits, so that most of them find it full, until it is emptied again. Written to `--output`: `samples.csv`,
+`soak.png`, the audit and the log; at the end the accounts are checked.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from tests.chaos.faulty_engine import FAULTS as ENGINE_FAULTS
 from tests.chaos.faulty_env import FAULTS as ENV_FAULTS
 
 REPOSITORY = Path(__file__).parents[2]
-DISK_BYTES = 60_000_000
-CHECKPOINTING = "every_n_train_steps: 20, save_top_k: -1"
+DISK_BYTES = 30_000_000
+SAVES = "lightning.pytorch.callbacks.ModelCheckpoint"
+OFTEN = "every_n_train_steps: 20, save_top_k: -1"
+LAST = "every_n_train_steps: 1000000, save_on_exception: true"  # on a disk that is not full
 UNSUITED = {"constructor_hangs"}
 """Holds up a seat for `env_timeout` at every replacement: nothing but waiting would be measured."""
 
@@ -48,9 +50,10 @@ def command(output: Path, updates: int) -> list[str]:
     faults = [fault for fault in ENV_FAULTS if fault not in UNSUITED]
     runs = output / "runs"
     callbacks = [
-        f"{{class_path: tests.chaos.audit.Audit, init_args: {{path: {output / 'audit.jsonl'}}}}}",
+        f"{{class_path: tests.chaos.audit.Audit, init_args: {{folder: {output / 'audit'}}}}}",
         "{class_path: fr_lightning.callbacks.Cost}",
-        f"{{class_path: lightning.pytorch.callbacks.ModelCheckpoint, init_args: {{{CHECKPOINTING}}}}}",
+        f"{{class_path: {SAVES}, init_args: {{{OFTEN}}}}}",
+        f"{{class_path: {SAVES}, init_args: {{dirpath: {output / 'last'}, {LAST}}}}}",
     ]
     limits = "every: 400, max_context: 256, max_restarts: 100000, stall_timeout: 5"
     engine = f"{{faults: [{', '.join(ENGINE_FAULTS)}], {limits}}}"
@@ -72,7 +75,7 @@ def command(output: Path, updates: int) -> list[str]:
 
 def sample(trainer: psutil.Process, began: float, output: Path) -> dict[str, float]:
     engines = [one for one in trainer.children() if any("embedded_worker" in part for part in one.cmdline())]
-    audit = output / "audit.jsonl"
+    audit = output / "audit" / "0.jsonl"
     return {
         "minutes": (time.monotonic() - began) / 60,
         "updates": len(audit.read_text().splitlines()) if audit.exists() else 0,
@@ -138,21 +141,14 @@ def main() -> int:
         if trainer is None:
             print(f"the run ended by itself, with {run.poll()}: see {output / 'log.txt'}")
             return 1
-        for path in saved[:-1]:
-            path.unlink(missing_ok=True)
-        last = Path(f"/proc/{trainer.pid}/root{output}/runs")
         family = trainer.children(recursive=True)
         trainer.terminate()
-        deadline = time.monotonic() + 60
-        while trainer.is_running() and time.monotonic() < deadline:
-            for path in last.rglob("*.ckpt"):  # while its disk is there
-                (output / "last.ckpt").write_bytes(path.read_bytes())
-            time.sleep(0.2)
         run.wait(60)
     _, alive = psutil.wait_procs(family, timeout=10)
     draw(rows, output / "soak.png")
     log_text = (output / "log.txt").read_text(errors="replace")
-    found = problems(output / "audit.jsonl", output / "last.ckpt")
+    (last,) = (output / "last").glob("*.ckpt")
+    found = problems(output / "audit", last)
     print(f"{rows[-1]['updates']:.0f} updates in {rows[-1]['minutes']:.1f} minutes; exit code {run.returncode}")
     print(re.findall(r"[\d,]+ tasks drawn: .*", log_text)[-1])
     restarts = len(re.findall(r"restart \d+ of \d+ of the engine", log_text))

@@ -15,6 +15,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from tests.chaos.audit import problems, updates
+
 OVERLAYS = Path(__file__).parents[2] / "configs" / "overlays"
 
 
@@ -53,6 +55,7 @@ def settings(model, folder, **trainer):
             "callbacks": [
                 {"class_path": "fr_lightning.callbacks.Lag"},
                 {"class_path": "fr_lightning.callbacks.Cost"},
+                {"class_path": "tests.chaos.audit.Audit", "init_args": {"folder": str(folder.parent / "audit")}},
                 {"class_path": "fr_lightning.callbacks.EnvironmentMetrics"},
                 {
                     "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
@@ -159,7 +162,7 @@ def test_a_rank_that_fails_ends_the_other_with_its_reason(tiny_model, tmp_path):
     assert list((tmp_path / "run" / "saved").iterdir())
 
 
-def test_a_lost_rank_ends_the_other_with_an_error_and_nothing_is_left(tiny_model, tmp_path):
+def test_a_lost_rank_ends_the_other_nothing_is_left_and_the_run_goes_on(tiny_model, tmp_path):
     process = launch(tiny_model, tmp_path / "run", strategy="ddp", max_steps=10_000)
     deadline = time.monotonic() + 120
     while not list((tmp_path / "run" / "saved").glob("*step=2*")) and time.monotonic() < deadline:
@@ -175,3 +178,10 @@ def test_a_lost_rank_ends_the_other_with_an_error_and_nothing_is_left(tiny_model
     assert "Signal 9" in output or "SIGKILL" in output
     _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
+
+    reached = 2 + max(updates(tmp_path / "audit"))
+    again = ["--ckpt_path", str(tmp_path / "run"), "--data.mode", "async"]
+    said = finished(launch(tiny_model, tmp_path / "again", strategy="ddp", options=again, max_steps=reached))
+    assert "Restored all states" in said
+    last = next(path for path in (tmp_path / "again" / "saved").iterdir() if f"step={reached}" in path.name)
+    assert problems(tmp_path / "audit", last) == []

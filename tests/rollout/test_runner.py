@@ -133,7 +133,7 @@ def raising():
         ("step", lambda: ("x", 10**400, True, False, {}), "env_error", "no number"),
         ("step", lambda: ("x", None, True, False, {}), "env_error", "no number"),
         ("step", lambda: (7, 0.0, False, False, {}), "env_error", "must be a str"),
-        ("step", lambda: ("x", 0.0, True, False, {"metrics": {"a": "b"}}), "env_error", "could not convert"),
+        ("step", lambda: ("x", 0.0, True, False, {"metrics": {"a": "b"}}), "env_error", "must hold numbers"),
         ("step", lambda: time.sleep(0.6), "timeout", "0.2 s"),
         ("reset", lambda: time.sleep(0.6), "timeout", "0.2 s"),
     ],

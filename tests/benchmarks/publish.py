@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.publish --models embedded HuggingFaceTB/SmolLM2-135M-Instruct --rounds 20
 
-From handing over the weights until the engine samples under them; `pause`: of it, how long generation stood still.
-Measured with an idle engine and with one that generates all the time, in turn. The lower bound is what the machine needs
-to copy as many bytes from memory to memory twice (into the shared buffer, out of it into the model), measured in the
-same round.
+The time is from handing over the weights until the engine samples under them; `pause` is how long of it generation stood
+still. Measured with an idle engine and with one that generates all the time, in turn. The lower bound is what the machine
+needs to copy as many bytes twice from memory to memory (into the shared buffer, out of it into the model), measured in
+the same round.
 """
 
 from __future__ import annotations
@@ -71,10 +71,8 @@ async def measure(name: str, rounds: int, requests: int) -> None:
     worst = {key: max(values[1:]) for key, values in found.items()}
     print(f"{name}: {size / MIB:,.1f} MiB, {rounds} rounds; lower bound {1000 * median['copy']:.1f} ms")
     for key in ("idle", "busy", "busy pause"):
-        times = median[key] / median["copy"]
-        print(
-            f"  {key:<11} median {1000 * median[key]:8.1f} ms, worst {1000 * worst[key]:8.1f} ms, {times:.1f} × the bound"
-        )
+        middle, longest, times = 1000 * median[key], 1000 * worst[key], median[key] / median["copy"]
+        print(f"  {key:<11} median {middle:8.1f} ms, worst {longest:8.1f} ms, {times:.1f} × the bound")
 
 
 def main() -> None:

@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.publish --models embedded HuggingFaceTB/SmolLM2-135M-Instruct --rounds 20
 
-The time is from handing over the weights until the engine samples under them; `pause` is how long of it generation stood
-still. Measured with an idle engine and with one that generates all the time, in turn. The lower bound is what the machine
-needs to copy as many bytes twice from memory to memory (into the shared buffer, out of it into the model), measured in
-the same round.
+The time is from handing over the weights until the engine samples under them; `pause` is how long of it generation
+stood still. Measured with an idle engine and with one that generates all the time, in turn. The lower bound is what
+the machine needs to copy as many bytes twice from memory to memory (into the shared buffer, out of it into the
+model), measured in the same round.
 """
 
 from __future__ import annotations

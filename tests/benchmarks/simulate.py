@@ -3,11 +3,11 @@
     python -m tests.benchmarks.simulate --ranks 1 2 --env-mean 1 --env-sigma 1 --batch 32 --seats 64
     python -m tests.benchmarks.simulate --ranks 8 64 1024 --per-rank 8 --seats 64 --max-lag 4
 
-Every rank has seats, an engine and the completion queue of real runs (`CompletionQueue`, admission by lag included); all
-ranks make their updates together. An episode has turns of log-normal numbers of tokens, between which its environment
-takes a log-normal time. An engine gives every conversation the same rate: as fast as one alone can go, or its share of
-what the engine can do. An update takes the tokens of the busiest rank (after trajectories were exchanged) through the
-learner, a ring all-reduce, and the publication of the weights; while it does, episodes go on.
+Every rank has seats, an engine and the completion queue of real runs (`CompletionQueue`, admission by lag included);
+all ranks make their updates together. An episode has turns of log-normal numbers of tokens, between which its
+environment takes a log-normal time. An engine gives every conversation the same rate: as fast as one alone can go, or
+its share of what the engine can do. An update takes the tokens of the busiest rank (after trajectories were
+exchanged) through the learner, a ring all-reduce, and the publication of the weights; while it does, episodes go on.
 
 Left out: prefills, memory, what the operating system does, faults.
 """

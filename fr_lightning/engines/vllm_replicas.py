@@ -212,6 +212,9 @@ class ReplicatedEngine(Engine):
             arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
         if on_cpu:
             arguments |= {"distributed_executor_backend": "uni", "enforce_eager": True}
+            # A prompt whose prefill is cut in two kills the process: vLLM then turns back the seeded generator of its
+            # request, which generators on a CPU refuse.
+            arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(2048, self.max_context)}
         return arguments | self._engine_args
 
     # -- the contract ------------------------------------------------------------------------------------------------

@@ -86,6 +86,20 @@ def test_256_concurrent_requests_have_the_log_probs_of_a_plain_forward(kind):
         assert completion.logprobs == pytest.approx(expected, abs=TOLERANCE)
 
 
+def test_seeded_prompts_of_more_tokens_than_a_step_takes(kind):
+    """A prefill cut in two killed vLLM's process on a CPU where the request had a seed."""
+    model, long = kind.weights(), CONTEXT - 8
+    asked = [[(7 * place + number) % 64 for place in range(long)] for number in range(3 * SLOTS)]
+
+    async def play():
+        return await asyncio.gather(
+            *(kind.engine.generate(prompt, Sampling(max_tokens=4, seed=number)) for number, prompt in enumerate(asked))
+        )
+
+    for prompt, completion in zip(asked, kind.run(play()), strict=True):
+        assert completion.logprobs == pytest.approx(reference(model, prompt, completion.token_ids), abs=TOLERANCE)
+
+
 def test_turns_of_sessions_have_the_log_probs_of_a_plain_forward(kind):
     model, rng = kind.weights(), random.Random(1)
 

@@ -89,6 +89,7 @@ def test_ctrl_c_twice_stops_at_once(tmp_path):
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_slurm_requeues_the_job_which_goes_on_by_itself(tmp_path):
     told = tmp_path / "told"
     (tmp_path / "bin").mkdir()
@@ -143,6 +144,7 @@ def test_a_disk_that_is_full_at_checkpoint_time(tmp_path):
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_behind(tmp_path, number):
     """Processes, shared memory, temporary files and sockets, of the run with the most children: a sandbox's."""

@@ -105,7 +105,7 @@ def alone(tiny_model, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_two_ranks_make_the_run_of_one_and_go_on_from_its_checkpoint(tiny_model, tmp_path, alone, strategy):
     folder = tmp_path / "run"
     finished(launch(tiny_model, folder, strategy=strategy))
@@ -129,7 +129,9 @@ def test_two_ranks_make_the_run_of_one_and_go_on_from_its_checkpoint(tiny_model,
     assert all(torch.equal(saved[f"policy.model.{name}"], weight) for name, weight in weights.items())
 
 
-@pytest.mark.parametrize(("strategy", "mode"), [("ddp", "async"), ("fsdp2", "sync")])
+@pytest.mark.parametrize(
+    ("strategy", "mode"), [("ddp", "async"), pytest.param("fsdp2", "sync", marks=pytest.mark.slow)]
+)
 def test_episodes_that_are_twenty_times_longer_on_one_rank_hold_up_nothing(tiny_model, tmp_path, strategy, mode):
     options = [
         *("--data.env", "tests.distributed.uneven_env.LongOnOneRank", "--data.mode", mode),
@@ -145,6 +147,7 @@ def test_episodes_that_are_twenty_times_longer_on_one_rank_hold_up_nothing(tiny_
     assert all(0 <= waited <= whole for waited, whole in zip(idle, step, strict=True))  # reported, and of all ranks
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_ranks_is_refused(tiny_model, tmp_path, alone):
     checkpoint = next((alone / "saved").iterdir())
     process = launch(tiny_model, tmp_path / "run", strategy="ddp", options=["--ckpt_path", str(checkpoint)])

@@ -42,7 +42,9 @@ def test_one_process_agrees_with_itself_over_micro_batches_and_orders(alone):
     assert_equal(alone, alone, 1e-10)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("ddp", 3), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [pytest.param("ddp", 2, marks=pytest.mark.slow), ("ddp", 3), ("fsdp2", 2)]
+)
 def test_ranks_together_make_the_gradient_of_one_process(tiny_model, tmp_path, alone, strategy, ranks):
     assert_equal(gradients(tmp_path, tiny_model, strategy=strategy, ranks=ranks), alone, 1e-10)
 

@@ -1,12 +1,13 @@
 """Exactly once, on paper: what is drawn is open, trained, or closed by name, across a checkpoint too."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fr_lightning.rollout.ledger import Ledger, TaskSource
+from fr_lightning.rollout.ledger import Ledger, ResumeRefused, TaskSource
 
 ROWS = [{"id": name, "question": name} for name in "abcdefg"]
 
@@ -79,8 +80,30 @@ def test_counts_add_up_and_nothing_is_skipped_or_doubled(actions, seed):
 
 
 def test_a_checkpoint_of_another_run_is_refused_by_name():
-    state = Ledger(TaskSource(None, seed=1)).state_dict()
-    with pytest.raises(ValueError, match=r"data\.seed to 1"):
-        Ledger(TaskSource(None, seed=2)).load_state_dict(state)
-    with pytest.raises(ValueError, match="ranks"):
-        Ledger(TaskSource(None, seed=1), world_size=2).load_state_dict(state)
+    rows = [{"id": number, "question": f"{number}?"} for number in range(500)]
+    source = TaskSource(rows, seed=1)
+    state = Ledger(source).state_dict()
+    Ledger(TaskSource([dict(row) for row in rows], seed=1)).load_state_dict(state)
+    others = {
+        "data.seed 1, this run has 2": replace(source, seed=2),
+        "data.rollouts_per_task 1, this run has 4": replace(source, rollouts_per_task=4),
+        r"training rows 500 \(\w+\), this run has 499 \(": replace(source, rows=rows[1:]),
+        r"training rows 500 \((\w+)\), this run has 500 \((?!\1)": replace(source, rows=[{**r, "x": 1} for r in rows]),
+        r"training rows 500 \(\w+\), this run has made from seeds": replace(source, rows=None),
+    }
+    for says, other in others.items():
+        with pytest.raises(ResumeRefused, match=says):
+            Ledger(other).load_state_dict(state)
+    with pytest.raises(ResumeRefused, match="ranks"):
+        Ledger(source, world_size=2).load_state_dict(state)
+
+
+def test_completed_rollouts_are_open_and_not_drawn_again():
+    ledger = Ledger(TaskSource(None, seed=0))
+    for _ in range(3):
+        ledger.draw()
+    again = Ledger(TaskSource(None, seed=0))
+    again.load_state_dict(ledger.state_dict(), completed={"rollout-1"})
+    assert [again.draw().id for _ in range(3)] == ["rollout-0", "rollout-2", "rollout-3"]
+    again.close("rollout-1", "trained")
+    assert again.counts == {"trained": 1, "open": 3}

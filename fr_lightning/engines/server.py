@@ -33,6 +33,8 @@ HEALTH_SECONDS = 5.0
 HEALTH_FAILURES = 3
 CONNECT_SECONDS = 10.0
 TERM_SECONDS = 10.0
+ATTEMPTS = 3
+"""How often a healthy server is asked when the connection breaks, before it counts as dead."""
 _LAST_LINES = 20
 
 # What `vllm serve` runs; the command itself asks for the version of a distribution "vllm", which CPU builds are not.
@@ -101,7 +103,8 @@ class _Server(Replica):
         headers = {"Authorization": f"Bearer {engine.api_key}"} if engine.api_key else {}
         self._http = aiohttp.ClientSession(
             headers=headers,
-            connector=aiohttp.TCPConnector(limit=0),
+            # A connection kept for later may be closed by the server in the moment it is used again.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             # how long an answer may take is for `watch` to say, by tokens
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS),
         )
@@ -120,6 +123,18 @@ class _Server(Replica):
             ) from error
 
     async def ask(self, question: Question) -> Answer:
+        for _ in range(ATTEMPTS):
+            try:
+                return await self._ask(question)
+            except (aiohttp.ClientError, OSError) as error:
+                broken = f"{self.url}: {type(error).__name__}: {error}"
+            if (reason := await self._trouble()) is not None:
+                self.declare_dead(reason)
+                raise ReplicaDied(reason)
+        self.declare_dead(broken)
+        raise ReplicaDied(broken)
+
+    async def _ask(self, question: Question) -> Answer:
         answer = Answer([], [])
         body = {
             "request_id": f"{os.getpid()}-{next(request_numbers)}",
@@ -128,16 +143,12 @@ class _Server(Replica):
             "cache_salt": question.cache_salt,
             "stream": True,
         }
-        try:
-            async with self._http.post(f"{self.url}/inference/v1/generate", json=body) as response:
-                if response.status != 200:
-                    raise EngineError(f"{self.url} answered {response.status}: {(await response.text())[:500]}")
-                async for event in _events(response.content):
-                    self.sign_of_life()
-                    _add(answer, event)
-        except (aiohttp.ClientError, OSError) as error:
-            self.declare_dead(f"{self.url}: {type(error).__name__}: {error}")
-            raise ReplicaDied(str(error)) from error
+        async with self._http.post(f"{self.url}/inference/v1/generate", json=body) as response:
+            if response.status != 200:
+                raise EngineError(f"{self.url} answered {response.status}: {(await response.text())[:500]}")
+            async for event in _events(response.content):
+                self.sign_of_life()
+                _add(answer, event)
         return answer
 
     async def pause(self, mode: UpdateMode) -> None:
@@ -172,6 +183,10 @@ class _Server(Replica):
     async def close(self) -> None:
         await super().close()
         await self._http.close()
+
+    async def _trouble(self) -> str | None:
+        """Why it cannot be asked again at once; None: it can."""
+        return await self._health()
 
     async def _health(self) -> str | None:
         """What is wrong; None: nothing."""
@@ -234,6 +249,9 @@ class _LocalServer(_Server):
 
     async def check(self) -> str | None:
         return self._exited() or await super().check()
+
+    async def _trouble(self) -> str | None:
+        return self._exited() or await super()._trouble()
 
     async def close(self) -> None:
         await super().close()

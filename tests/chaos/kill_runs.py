@@ -13,6 +13,8 @@ those of an unbroken run bit for bit.
 from __future__ import annotations
 
 import argparse
+import csv
+import math
 import os
 import random
 import re
@@ -88,10 +90,12 @@ def newest_checkpoint(folder: Path) -> Path:
 
 
 def reward(folder: Path) -> float:
-    tables = sorted(folder.glob("runs/**/metrics.csv"), key=lambda path: path.stat().st_mtime_ns)
-    header, *rows = [line.split(",") for line in tables[-1].read_text().splitlines()]
-    column = header.index("val/reward")
-    return [float(row[column]) for row in rows if row[column]][-1]
+    """Held-out, at the end; NaN where the kill came between the last update's checkpoint and its evaluation."""
+    found = math.nan
+    for table in sorted(folder.glob("runs/**/metrics.csv"), key=lambda path: path.stat().st_mtime_ns):
+        with table.open() as file:
+            found = next((float(row["val/reward"]) for row in csv.DictReader(file) if row.get("val/reward")), found)
+    return found
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -138,9 +142,10 @@ def main() -> int:
             print(f"    reward {rewards['killed'][-1]:.3f}; {account}; {found or 'accounts balance'}", flush=True)
     print(f"{args.runs} runs, {killed} kills, {resumed} resumed from a checkpoint; accounts that do not balance: {bad}")
     print(f"the last process of a killed run was gone after {slowest:.1f} s at most")
-    for name, values in rewards.items():
+    for name, found in rewards.items():
+        values = [value for value in found if not math.isnan(value)]
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        print(f"final held-out reward, {name}: {statistics.mean(values):.3f} ± {spread:.3f} (standard deviation)")
+        print(f"final held-out reward, {name}: {statistics.mean(values):.3f} ± {spread:.3f} (n = {len(values)})")
     return int(bad > 0)
 
 

@@ -7,6 +7,8 @@ import json
 
 import pytest
 import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from conformance import assert_from_versions, make, make_model, needs_vllm, processes, prompts
 from safetensors.torch import load_file
 from transformers import DynamicCache
@@ -16,7 +18,7 @@ from fr_lightning.engines.base import EngineError, Sampling
 from fr_lightning.engines.publications import Publications, layout_of
 from fr_lightning.engines.server import VLLMServers
 from fr_lightning.engines.vllm import VLLMEngine
-from fr_lightning.engines.vllm_replica import Answer, request_parameters
+from fr_lightning.engines.vllm_replica import Answer, Question, ReplicaDied, request_parameters
 from fr_lightning.models import resolve_model
 
 # ------------------------------------------------------------------------------------------------------- without vLLM
@@ -45,6 +47,46 @@ def test_a_missing_vllm_names_what_to_install(monkeypatch):
 def test_wrong_settings_name_themselves(settings, message):
     with pytest.raises(ValueError, match=message):
         VLLMServers(**{"urls": ["http://127.0.0.1:1"], **settings})
+
+
+@pytest.mark.parametrize(("breaks", "healthy"), [(2, True), (3, True), (1, False)])
+def test_a_connection_that_breaks_is_asked_again_where_the_server_is_well(breaks, healthy):
+    """A server of a few lines: the real ones are asked in the conformance suite."""
+    asked = 0
+
+    async def generate(request):
+        nonlocal asked
+        asked += 1
+        if asked <= breaks:
+            request.transport.abort()
+            return web.Response()
+        choice = {"token_ids": [7], "logprobs": {"content": [{"logprob": -0.5}]}, "finish_reason": "stop"}
+        choice["weight_versions"] = [{"version": "0", "start": 0, "end": 1}]
+        return web.Response(text=f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n")
+
+    async def health(request):
+        return web.Response(status=200 if healthy else 500)
+
+    async def play():
+        application = web.Application()
+        application.add_routes([web.post("/inference/v1/generate", generate), web.get("/health", health)])
+        async with TestServer(application) as fake:
+            replica = server._Server(str(fake.make_url("")).rstrip("/"), VLLMServers(urls=["http://127.0.0.1:1"]))
+            question = Question([1, 2], {"max_tokens": 1}, None, None)
+            try:
+                return (await replica.ask(question)).completion().token_ids
+            except ReplicaDied:
+                return replica.dead.result()
+            finally:
+                await replica.close()
+
+    found = asyncio.run(play())
+    if healthy and breaks < server.ATTEMPTS:
+        assert found == [7]
+        assert asked == breaks + 1
+    else:
+        assert "ServerDisconnectedError" in found if healthy else "answered /health with 500" in found
+        assert asked == breaks
 
 
 def test_an_answer_that_breaks_the_contract_is_an_engine_error():

@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
 import gymnasium
@@ -25,26 +24,17 @@ from torch import Tensor
 from fr_lightning.engines.base import Engine, Sampling
 from fr_lightning.envs.base import TextEnv, in_thread
 from fr_lightning.evaluation_plan import EvaluationPlan
+from fr_lightning.loaders import EvaluationEpisodes, FreshBatches, PlayedEpisodes
 from fr_lightning.parallel import gather_objects
-from fr_lightning.rollout.conversation import ChatFormat, Conversation
+from fr_lightning.rollout.conversation import ChatFormat
 from fr_lightning.rollout.ledger import Ledger, ResumeRefused, TaskSource
 from fr_lightning.rollout.loop_thread import LoopThread, wait
-from fr_lightning.rollout.pool import Pool, RetryPolicy
+from fr_lightning.rollout.pool import Pool
+from fr_lightning.rollout.probe import probe
 from fr_lightning.rollout.queue import LagLimit
-from fr_lightning.rollout.runner import EpisodeFailed, EpisodeLimits, Runner, derived_seed
+from fr_lightning.rollout.retry import RetryPolicy
+from fr_lightning.rollout.runner import EpisodeFailed, EpisodeLimits, Runner
 from fr_lightning.trajectory import Task, Trajectory, TrajectoryBatch
-
-PROBES = (
-    "Hello!",
-    "What is 17 + 26?",
-    "Name three rivers.",
-    "Where is the key?",
-    "Schreibe einen Satz über Öl.",
-    "1, 1, 2, 3, 5,",
-    "日本語で「猫」は?",
-    "def f(x):",
-)
-"""What an engine is asked when only its log-probabilities matter."""
 
 
 class Learner(Protocol):
@@ -175,7 +165,8 @@ class RolloutDataModule(pl.LightningDataModule):
             self._go_on()
 
     def train_dataloader(self) -> Iterable[TrajectoryBatch]:
-        return _Batches(self)
+        max_steps = self.trainer.max_steps  # pyright: ignore[reportOptionalMemberAccess]
+        return FreshBatches(self.next_batch, max_steps if max_steps > 0 else 1_000_000)
 
     def val_dataloader(self) -> Iterable[PlayedEpisodes]:
         return self._evaluation_loader("validation")
@@ -239,29 +230,9 @@ class RolloutDataModule(pl.LightningDataModule):
         assert self._thread is not None
 
         async def all_of_them() -> list[Trajectory]:
-            return await asyncio.gather(*(self._probe(number, tokens) for number in range(prompts)))
+            return await asyncio.gather(*(probe(self.pool.runner, number, tokens) for number in range(prompts)))
 
         return TrajectoryBatch(self._thread.run(all_of_them(), self._check))
-
-    async def _probe(self, number: int, tokens: int) -> Trajectory:
-        chat = self.pool.runner.chat
-        conversation = Conversation(chat, PROBES[number % len(PROBES)])
-        conversation.cut(max(1, self._limits.max_context - tokens))
-        sampling = dataclasses.replace(
-            self._sampling,
-            max_tokens=tokens,
-            stop_token_ids=chat.stop_token_ids,
-            seed=derived_seed("probe", number),
-        )
-        conversation.add_completion(await self.engine.generate(list(conversation.token_ids), sampling))
-        return Trajectory(
-            token_ids=conversation.token_ids,  # pyright: ignore[reportArgumentType]
-            policy_mask=conversation.policy_mask,  # pyright: ignore[reportArgumentType]
-            behavior_logprobs=conversation.behavior_logprobs,  # pyright: ignore[reportArgumentType]
-            policy_versions=conversation.policy_versions,  # pyright: ignore[reportArgumentType]
-            reward=0.0,
-            temperature=sampling.temperature,
-        )
 
     def next_batch(self) -> TrajectoryBatch:
         """The fresh batch for the learner's next update; waits for it."""
@@ -369,13 +340,14 @@ class RolloutDataModule(pl.LightningDataModule):
 
             raise SIGTERMException
 
-    def _evaluation_loader(self, split: str) -> _EvaluationLoader:
+    def _evaluation_loader(self, split: str) -> EvaluationEpisodes:
         trainer = self.trainer
         assert trainer is not None
         assert self._reference_env is not None
         tasks = self.evaluation.tasks_of(split, self._reference_env.tasks(split))
         mine = tasks[trainer.global_rank :: trainer.world_size]
-        return _EvaluationLoader(self, [(task, k) for task in mine for k in range(self.evaluation.samples_of(task))])
+        episodes = [(task, sample) for task in mine for sample in range(self.evaluation.samples_of(task))]
+        return EvaluationEpisodes(episodes, self.play)
 
     def play(self, episodes: list[tuple[Task, int]]) -> Iterator[Trajectory | EpisodeFailed]:
         """Evaluation episodes, each played once, in the order given."""
@@ -393,52 +365,6 @@ class _RolloutState:
 
     rollouts: Mapping[str, Any]
     version: int
-
-
-class PlayedEpisodes:
-    """Some evaluation episodes and what came of each. No `Sequence`, as `TrajectoryBatch` is none."""
-
-    def __init__(self, played: Sequence[tuple[Task, Trajectory | EpisodeFailed]]):
-        self.played = played
-
-    def __iter__(self) -> Iterator[Trajectory | EpisodeFailed]:
-        return (result for _, result in self.played)
-
-
-@dataclass(frozen=True)
-class _Batches:
-    """The training loader: endless and re-entrant. Episodes start with the first batch asked for.
-
-    Its length is only where Lightning draws the line between epochs. Without one, Lightning would fetch a batch ahead:
-    a step of staleness, and a batch lost on resume.
-    """
-
-    data: RolloutDataModule
-
-    def __len__(self) -> int:
-        max_steps = self.data.trainer.max_steps  # pyright: ignore[reportOptionalMemberAccess]
-        return max_steps if max_steps > 0 else 1_000_000
-
-    def __iter__(self) -> Iterator[TrajectoryBatch]:
-        while True:
-            yield self.data.next_batch()
-
-
-@dataclass(frozen=True)
-class _EvaluationLoader:
-    """Evaluation episodes in chunks, with a length, so that the progress bar knows where it is."""
-
-    data: RolloutDataModule
-    episodes: list[tuple[Task, int]] = field(repr=False)
-    chunk: int = 8
-
-    def __len__(self) -> int:
-        return -(-len(self.episodes) // self.chunk)
-
-    def __iter__(self) -> Iterator[PlayedEpisodes]:
-        results = zip((task for task, _ in self.episodes), self.data.play(self.episodes), strict=True)
-        for _ in range(len(self)):
-            yield PlayedEpisodes(list(itertools.islice(results, self.chunk)))
 
 
 def _env_factory(env: Callable[[], TextEnv] | str) -> Callable[[], TextEnv]:

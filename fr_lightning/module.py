@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from fr_lightning.advantage import Baseline, advantages
 from fr_lightning.checkpoints import make_checkpoints_survive
-from fr_lightning.datamodule import PlayedEpisodes
 from fr_lightning.evaluation import Evaluation, Outcome, evaluate
 from fr_lightning.interruption import Interruption
+from fr_lightning.loaders import PlayedEpisodes
 from fr_lightning.objective import ImportanceRatio, Objective, policy_loss
 from fr_lightning.packing import micro_batches
 from fr_lightning.parallel import FailedRank, gather_objects, over_ranks, shard, share_evenly

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fr_lightning.engines.base import EngineError
-from fr_lightning.rollout.pool import PoolFailed, RetryPolicy
+from fr_lightning.rollout.pool import PoolFailed
+from fr_lightning.rollout.retry import RetryPolicy
 from tests.chaos.faulty_engine import LIES, FaultyEngine
 from tests.test_fit import run
 

@@ -17,8 +17,9 @@ from fr_lightning.envs.base import in_thread
 from fr_lightning.rollout.conversation import ChatFormat
 from fr_lightning.rollout.ledger import Ledger, TaskSource
 from fr_lightning.rollout.loop_thread import LoopThread
-from fr_lightning.rollout.pool import Pool, PoolFailed, Retries, RetryPolicy
+from fr_lightning.rollout.pool import Pool, PoolFailed
 from fr_lightning.rollout.queue import LagLimit
+from fr_lightning.rollout.retry import Retries, RetryPolicy
 from fr_lightning.rollout.runner import EpisodeLimits, Runner
 from tests.chaos.faulty_env import FAULTS, FaultyEnv
 from tests.rollout.scripted_engine import ScriptedEngine

@@ -13,8 +13,9 @@ from scripted_engine import ScriptedEngine
 from fr_lightning.envs.base import TextEnv, in_thread
 from fr_lightning.rollout.ledger import Ledger, TaskSource
 from fr_lightning.rollout.loop_thread import LoopThread, wait
-from fr_lightning.rollout.pool import Pool, PoolFailed, RetryPolicy
+from fr_lightning.rollout.pool import Pool, PoolFailed
 from fr_lightning.rollout.queue import LagLimit
+from fr_lightning.rollout.retry import RetryPolicy
 from fr_lightning.rollout.runner import EpisodeFailed, Runner
 from fr_lightning.trajectory import Task, Trajectory
 

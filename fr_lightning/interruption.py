@@ -46,6 +46,8 @@ class Interruption(pl.Callback):
         self._stoppable = self._interrupted = self._requeue = False
 
         def on_interrupt(number: int, frame: FrameType | None) -> None:
+            if self._interrupted and "TORCHELASTIC_RUN_ID" in os.environ:
+                return  # torchrun passes on the Ctrl-C that the terminal has sent to every process already
             if not self._stoppable or self._interrupted:
                 _save_nothing(trainer)
                 raise KeyboardInterrupt

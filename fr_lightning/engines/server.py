@@ -123,14 +123,15 @@ class _Server(Replica):
             ) from error
 
     async def ask(self, question: Question) -> Answer:
+        broken = ""
         for _ in range(ATTEMPTS):
             try:
                 return await self._ask(question)
             except (aiohttp.ClientError, OSError) as error:
                 broken = f"{self.url}: {type(error).__name__}: {error}"
             if (reason := await self._trouble()) is not None:
-                self.declare_dead(reason)
-                raise ReplicaDied(reason)
+                broken = reason
+                break
         self.declare_dead(broken)
         raise ReplicaDied(broken)
 

@@ -94,7 +94,7 @@ def _lightning(arguments: list[str]) -> int:
     from fr_lightning.checkpoints import NoCheckpoint
     from fr_lightning.engines.base import EngineError
     from fr_lightning.envs.base import NotReady
-    from fr_lightning.interruption import exit_code
+    from fr_lightning.interruption import by_hand, exit_code
     from fr_lightning.models import ModelNotFound
     from fr_lightning.rollout.ledger import ResumeRefused
     from fr_lightning.rollout.pool import PoolFailed
@@ -114,6 +114,10 @@ def _lightning(arguments: list[str]) -> int:
         return exit_code()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except SystemExit:  # Lightning's way out of a KeyboardInterrupt, with 1, is not the parser's
+        if not by_hand():
+            raise
+        return exit_code()
     except clear as error:
         print(f"fr-lightning: {error}", file=sys.stderr)
         return 1

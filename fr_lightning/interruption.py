@@ -23,6 +23,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 _by_hand = False
 
 
+def by_hand() -> bool:
+    """Whether Ctrl-C ended the run."""
+    return _by_hand
+
+
 def exit_code() -> int:
     """Of a run that was asked to stop, as shells count: 130 after Ctrl-C, else 143, also when SLURM's signal asked."""
     return 128 + (signal.SIGINT if _by_hand else signal.SIGTERM)
@@ -48,16 +53,18 @@ class Interruption(pl.Callback):
         def on_interrupt(number: int, frame: FrameType | None) -> None:
             if self._interrupted and "TORCHELASTIC_RUN_ID" in os.environ:
                 return  # torchrun passes on the Ctrl-C that the terminal has sent to every process already
+            _remember(by_hand=True)
             if not self._stoppable or self._interrupted:
                 _save_nothing(trainer)
                 raise KeyboardInterrupt
             self._interrupted = True
             print("\nCtrl-C: finishing this step and saving; once more stops at once", file=sys.stderr, flush=True)
-            _stop(by_hand=True)
+            os.kill(os.getpid(), signal.SIGTERM)
 
         def on_requeue(number: int, frame: FrameType | None) -> None:
+            _remember(by_hand=False)
             self._requeue = True
-            _stop(by_hand=False)
+            os.kill(os.getpid(), signal.SIGTERM)
 
         self._handle(signal.SIGINT, on_interrupt)
         environment = trainer._accelerator_connector.cluster_environment
@@ -92,10 +99,9 @@ class Interruption(pl.Callback):
             return
 
 
-def _stop(*, by_hand: bool) -> None:
+def _remember(*, by_hand: bool) -> None:
     global _by_hand
     _by_hand = by_hand
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _save_nothing(trainer: pl.Trainer) -> None:

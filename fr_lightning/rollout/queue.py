@@ -142,6 +142,7 @@ class CompletionQueue:
             if fresh and len(taken) < self.max_outstanding:
                 taken.append(trajectory)
         with self._condition:
+            self._all.clear()  # of a state that was restored before this one
             for trajectory in taken:
                 entry = _Outstanding(trajectory.oldest_version, trajectory, time.perf_counter())
                 self._all[trajectory.rollout_id] = entry

@@ -155,3 +155,16 @@ def test_without_a_bound_lag_does_exceed_it():
 def queue_poll_free(queue: CompletionQueue) -> None:
     """Simulated time: waiting for another thread makes no sense."""
     queue._condition.wait = lambda timeout=None: True  # type: ignore[method-assign]
+
+
+def test_what_waited_is_put_back_within_lag_and_room_and_a_second_state_replaces_the_first():
+    queue = CompletionQueue(2, LagLimit(1, "wait"), 10)  # (1 + 1)·2 = 4 may exist
+    old = [trajectory(name, 4) for name in "abcdef"]
+    # a, b are trained at version 5 with lag 1; whoever comes third would be at version 6 with lag 2
+    assert [t.rollout_id for t in queue.restore(old, 5)] == ["a", "b"]
+    assert [t.rollout_id for t in queue.restore([trajectory(name, 5) for name in "uvwxyz"], 5)] == list("uvwx")
+    assert [t.rollout_id for t in queue.take(5, stuck)] == ["u", "v"]
+    queue.published()
+    assert [t.rollout_id for t in queue.waiting()] == ["w", "x"]
+    assert queue.restore([], 6) == []
+    assert queue.waiting() == []

@@ -49,6 +49,7 @@ class Interruption(pl.Callback):
         if stage != "fit":
             return
         self._stoppable = self._interrupted = self._requeue = False
+        _remember(by_hand=False)  # of an earlier run in this process
 
         def on_interrupt(number: int, frame: FrameType | None) -> None:
             if self._interrupted and "TORCHELASTIC_RUN_ID" in os.environ:

@@ -332,12 +332,12 @@ class FlashReinforce(pl.LightningModule):
         Raises:
             ResumeRefused: the checkpoint is of another model.
         """
+        now = self._policy_facts()
         for name, then in checkpoint["policy"].items():
-            now = self._policy_facts()[name]
-            if then != now and name != "name":
+            if then != now[name] and name != "name":
                 raise ResumeRefused(
-                    f"the checkpoint is of a policy with {name} {then}, this run's has {now}: set model.policy.name to "
-                    f"the model it began with ({checkpoint['policy']['name']})"
+                    f"the checkpoint is of a policy with {name} {then}, this run's has {now[name]}: set "
+                    f"model.policy.name to the model it began with ({checkpoint['policy']['name']})"
                 )
         self.policy_version = checkpoint["policy_version"]
 

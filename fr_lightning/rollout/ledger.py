@@ -14,7 +14,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from fr_lightning.rollout.runner import derived_seed
@@ -56,8 +56,9 @@ class TaskSource:
         seed = derived_seed(self.seed, self.split, index)
         return Task(id=f"{self.split}/{name}", seed=seed, row=row, split=self.split, group=group)
 
+    @cached_property
     def facts(self) -> dict[str, Any]:
-        """What the order of tasks depends on, by the names of its settings."""
+        """What the order of tasks depends on, by the names of its settings. Reads rows, once."""
         facts = {"data.seed": self.seed, "data.rollouts_per_task": self.rollouts_per_task}
         if self.rows is None:
             return {**facts, "training rows": "made from seeds"}
@@ -140,13 +141,14 @@ class Ledger:
         return sum(self.counts.values())
 
     def state_dict(self) -> dict[str, Any]:
+        source = self._source.facts  # before the lock: episodes draw under it
         with self._lock:
             return {
                 "next": self._next,
                 "open": sorted([*self._open.values(), *self._again]),
                 "closed": dict(self._closed),
                 "stride": self._stride,
-                "source": self._source.facts(),
+                "source": source,
             }
 
     def load_state_dict(self, state: Mapping[str, Any], completed: Collection[str] = ()) -> None:
@@ -159,8 +161,8 @@ class Ledger:
         Raises:
             ResumeRefused: the checkpoint was made with other tasks, another order or another number of ranks.
         """
+        now = self._source.facts
         with self._lock:
-            now = self._source.facts()
             for name, then in state["source"].items():
                 if then != now[name]:
                     raise ResumeRefused(

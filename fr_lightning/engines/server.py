@@ -129,7 +129,7 @@ class _Server(Replica):
                 return await self._ask(question)
             except (aiohttp.ClientError, OSError) as error:
                 broken = f"{self.url}: {type(error).__name__}: {error}"
-            if (reason := await self._trouble()) is not None:
+            if (reason := await self._health()) is not None:
                 broken = reason
                 break
         self.declare_dead(broken)
@@ -184,10 +184,6 @@ class _Server(Replica):
     async def close(self) -> None:
         await super().close()
         await self._http.close()
-
-    async def _trouble(self) -> str | None:
-        """Why it cannot be asked again at once; None: it can."""
-        return await self._health()
 
     async def _health(self) -> str | None:
         """What is wrong; None: nothing."""
@@ -251,8 +247,8 @@ class _LocalServer(_Server):
     async def check(self) -> str | None:
         return self._exited() or await super().check()
 
-    async def _trouble(self) -> str | None:
-        return self._exited() or await super()._trouble()
+    async def _health(self) -> str | None:
+        return self._exited() or await super()._health()
 
     async def close(self) -> None:
         await super().close()

@@ -34,7 +34,7 @@ TASK_TYPES = (
 SIZES = {"easy": ((4, 5), (4, 6)), "medium": ((6, 9), (7, 11)), "hard": ((10, 14), (12, 18))}
 """How many receptacles and how many objects a game of a size has, at least and at most."""
 
-GAMES = {"train": 30, "valid_seen": 4, "valid_unseen": 4}
+GAMES = {"train": 200, "valid_seen": 4, "valid_unseen": 4}
 """Embedded games of each split, task type and size."""
 
 EMBEDDED = Path(__file__).with_name("alfworld_games.json.gz")

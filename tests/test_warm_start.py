@@ -9,6 +9,7 @@ from fr_lightning.envs.arithmetic import CalculatorEnv
 from fr_lightning.models import EMBEDDED, load_tokenizer
 from fr_lightning.policy import Policy, PolicyConfig
 from fr_lightning.rollout.conversation import ChatFormat
+from fr_lightning.trajectory import TrajectoryBatch
 from fr_lightning.warm_start import Lesson, demonstrations, save, train
 
 
@@ -42,6 +43,27 @@ def test_imitation_lowers_the_loss_and_is_saved_as_a_plain_model(tiny_model, tmp
     assert loaded.dtype == torch.bfloat16
     ours = dict(policy.model.named_parameters())
     assert all(torch.equal(parameter, ours[name]) for name, parameter in loaded.named_parameters())
+
+
+def test_a_model_learns_to_foresee_what_the_environment_says_only_if_it_shall(tiny_model):
+    played = list(itertools.islice(demonstrations([Lesson(CalculatorEnv)], chat(tiny_model), 0, max_context=512), 8))
+    batch = TrajectoryBatch(played)
+    rows = batch.pad(range(8))
+    foreseen = {}
+    for weight in (0.0, 1.0):
+        torch.manual_seed(0)
+        policy = Policy(PolicyConfig(name=tiny_model))
+        list(
+            train(
+                policy, itertools.cycle(played), steps=30, batch_size=8, learning_rate=5e-3, observation_weight=weight
+            )
+        )
+        with torch.no_grad():
+            logits = policy.model(rows.token_ids, attention_mask=rows.attention_mask.long()).logits[:, :-1]
+        surprise = torch.nn.functional.cross_entropy(logits.transpose(1, 2), rows.token_ids[:, 1:], reduction="none")
+        said = rows.attention_mask[:, 1:] & ~rows.policy_mask[:, 1:]
+        foreseen[weight] = float(surprise[said].mean())
+    assert foreseen[1.0] < 0.8 * foreseen[0.0]
 
 
 def test_the_shipped_policy_is_small_and_says_what_it_is():

@@ -12,6 +12,7 @@ import argparse
 import itertools
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from rich.progress import track
 
 from fr_lightning.assets.embedded import build_tokenizer, newborn
 from fr_lightning.envs.alfworld_env import ALFWorldEnv
+from fr_lightning.models import fast_dtype
 from fr_lightning.policy import Policy, PolicyConfig
 from fr_lightning.rollout.conversation import ChatFormat
 from fr_lightning.trajectory import Trajectory
@@ -27,6 +29,8 @@ from fr_lightning.warm_start import Lesson, demonstrations, save, train
 FOLDER = Path(__file__).with_name("alfworld_policy")
 VOCABULARY = 768
 SKILL = 0.6
+OBSERVATION_WEIGHT = 0.3
+DEMONSTRATORS = 4
 MAX_CONTEXT = 1536
 MAX_STEPS = 30
 
@@ -53,6 +57,18 @@ def corpus(games: int) -> list[str]:
     return texts
 
 
+def play(chat: ChatFormat, skill: float, count: int, seed: int) -> list[Trajectory]:
+    """About so many demonstrations, by several demonstrators at a time, so that no worker process is idle."""
+
+    def by(number: int) -> list[Trajectory]:
+        stream = demonstrations([Lesson(make_env, skill)], chat, seed * DEMONSTRATORS + number, MAX_CONTEXT, MAX_STEPS)
+        share = count // DEMONSTRATORS
+        return list(track(itertools.islice(stream, share), total=share, disable=number > 0))
+
+    with ThreadPoolExecutor(DEMONSTRATORS) as threads:
+        return list(itertools.chain.from_iterable(zip(*threads.map(by, range(DEMONSTRATORS)), strict=True)))
+
+
 def shuffled(played: list[Trajectory], seed: int) -> Iterator[Trajectory]:
     """The same demonstrations over and over, in ever new order."""
     chance = random.Random(seed)
@@ -63,8 +79,8 @@ def shuffled(played: list[Trajectory], seed: int) -> Iterator[Trajectory]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=int, default=200, help="episodes that the vocabulary is made from")
-    parser.add_argument("--demonstrations", type=int, default=800)
-    parser.add_argument("--steps", type=int, default=150, help="optimizer steps of the warm start")
+    parser.add_argument("--demonstrations", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=700, help="optimizer steps of the warm start")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--skill", type=float, default=SKILL)
@@ -76,10 +92,7 @@ def main() -> None:
     tokenizer = build_tokenizer(corpus(chosen.corpus), VOCABULARY)
     newborn(tokenizer, chosen.output, VOCABULARY)
     policy = Policy(PolicyConfig(name=str(chosen.output)))
-    stream = demonstrations(
-        [Lesson(make_env, chosen.skill)], ChatFormat(tokenizer), chosen.seed, MAX_CONTEXT, MAX_STEPS
-    )
-    played = list(track(itertools.islice(stream, chosen.demonstrations), total=chosen.demonstrations))
+    played = play(ChatFormat(tokenizer), chosen.skill, chosen.demonstrations, chosen.seed)
     print(
         f"{len(played)} demonstrations: {sum(t.success for t in played) / len(played):.2f} won, "
         f"{sum(map(len, played)) / len(played):.0f} tokens, {sum(len(t.turns) for t in played) / len(played):.1f} turns"
@@ -90,6 +103,8 @@ def main() -> None:
         steps=chosen.steps,
         batch_size=chosen.batch_size,
         learning_rate=chosen.learning_rate,
+        observation_weight=OBSERVATION_WEIGHT,
+        dtype=fast_dtype(),
     )
     for step, loss in enumerate(losses):
         if step % 20 == 0 or step == chosen.steps - 1:

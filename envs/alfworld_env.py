@@ -61,6 +61,8 @@ class ALFWorldEnv(TextEnv):
             `<think>…</think><action>COMMAND</action>`, and any other reply is an invalid action.
         list_commands: put the commands that the game admits below each observation.
         max_steps: commands after which an episode is cut off.
+        history: null: an episode is one growing conversation. A number: every turn is a prompt of its own that tells the
+            first observation, the last so many commands with their answers, and the latest one.
         win_reward: for winning.
         invalid_penalty: taken off for every command the game does not admit.
         step_penalty: taken off for every command.
@@ -81,6 +83,7 @@ class ALFWorldEnv(TextEnv):
         action_format: ActionFormat = "plain",
         list_commands: bool = True,
         max_steps: int = 50,
+        history: int | None = None,
         win_reward: float = 1.0,
         invalid_penalty: float = 0.0,
         step_penalty: float = 0.0,
@@ -93,6 +96,8 @@ class ALFWorldEnv(TextEnv):
             raise ValueError(
                 f"ALFWorld needs max_steps ≥ 1 and penalties ≥ 0, got {max_steps=}, {invalid_penalty=}, {step_penalty=}"
             )
+        if history is not None and history < 0:
+            raise ValueError(f"history is null or a number ≥ 0 of steps, got {history}")
         if action_format not in SYSTEM_PROMPTS:
             raise ValueError(f"action_format is plain or think, not {action_format!r}")
         self._games = Games.find(data, old_grammar)
@@ -103,6 +108,8 @@ class ALFWorldEnv(TextEnv):
         self._format: ActionFormat = action_format
         self._list_commands = list_commands
         self._max_steps = max_steps
+        self._history = history
+        self.fresh_context = history is not None
         self._win_reward = win_reward
         self._invalid_penalty = invalid_penalty
         self._step_penalty = step_penalty
@@ -111,6 +118,7 @@ class ALFWorldEnv(TextEnv):
         self._session: Session | None = None
         self._game: Game | None = None
         self._state = State("", (), False)
+        self._past: list[str] = []  # the first observation, then every command with its answer
         self._steps = 0
         self._invalid = 0
         self._expert = _Expert([])
@@ -141,7 +149,8 @@ class ALFWorldEnv(TextEnv):
         self._state = self._session.start()
         self._steps = self._invalid = 0
         self._expert = _Expert(self._session.walkthrough)
-        return self._shown(self._state.observation.removeprefix(BANNER)), self._info()
+        self._past = [self._state.observation.removeprefix(BANNER)]
+        return self._shown(self._past[0]), self._info()
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
         assert self._session is not None, "reset the environment first"
@@ -156,6 +165,7 @@ class ALFWorldEnv(TextEnv):
         truncated = not won and self._steps >= self._max_steps
         if won or truncated:
             self._end_session()
+        self._past.append(f"> {command}\n{self._state.observation}")
         return self._shown(self._state.observation), reward, won, truncated, self._info()
 
     def expert_action(self, skill: float = 1.0) -> str:
@@ -199,6 +209,8 @@ class ALFWorldEnv(TextEnv):
         return action.strip().lower()
 
     def _shown(self, text: str) -> str:
+        if self._history is not None:
+            text = "\n\n".join([self._past[0], *self._past[1:][-(self._history + 1) :]])
         if not self._list_commands:
             return text
         listed = " | ".join(command for command in self._state.commands if command not in UNLISTED)

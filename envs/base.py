@@ -66,6 +66,8 @@ class TextEnv(gymnasium.Env[str, str]):
     """Put in the conversation before the first observation."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas handed to the model's chat template."""
+    fresh_context: bool = False
+    """Every observation is a prompt of its own: the policy sees of what came before only what the observation tells."""
 
     def prepare(self) -> dict[str, str]:
         """Called once per process before the first episode: start what all episodes share.

@@ -122,13 +122,13 @@ class Policy(nn.Module):
         """Log-probabilities and entropies of the rows' policy tokens. Rows without any are allowed.
 
         Raises:
-            ValueError: a row starts with a policy token, which nothing predicts.
+            ValueError: a context starts with a policy token, which nothing predicts.
         """
         if self.model.config._attn_implementation != self._attention:
             self.model.set_attn_implementation(self._attention)
         row, slot = rows.policy_mask.nonzero(as_tuple=True)  # [M], row by row
-        if (slot == 0).any():
-            raise ValueError("slot 0 of a row is a prompt token: no policy can have sampled it")
+        if (rows.policy_mask & rows.context_starts).any():
+            raise ValueError("the first slot of a context is a prompt token: no policy can have sampled it")
         hidden, index = self._packed_states(rows) if self.packed else self._padded_states(rows)
         head = self._head
         logprobs, entropies = token_logprobs(
@@ -177,20 +177,25 @@ class Policy(nn.Module):
         return "varlen" if varlen else self._own_attention
 
     def _padded_states(self, rows: PaddedRows) -> tuple[Tensor, Tensor]:
-        """Last hidden states [b, N, D], and where each slot [b, N] is in them once flattened.
+        """Last hidden states [contexts, longest context, D], and where each slot [b, N] is in them once flattened.
 
         Padding is on the right and the decoder is causal, so nothing looks at padding and no mask is needed; without
         one, the kernels take their fast causal path.
         """
-        hidden = self._decoder(input_ids=rows.token_ids, use_cache=False).last_hidden_state
-        return hidden, torch.arange(rows.token_ids.numel(), device=hidden.device).view_as(rows.token_ids)
+        context, position = _contexts(rows)
+        mask = rows.attention_mask
+        ids = rows.token_ids.new_zeros(int(context.max()) + 1, int(position[mask].max()) + 1)
+        ids[context[mask], position[mask]] = rows.token_ids[mask]
+        hidden = self._decoder(input_ids=ids, use_cache=False).last_hidden_state
+        return hidden, context * ids.shape[1] + position
 
     def _packed_states(self, rows: PaddedRows) -> tuple[Tensor, Tensor]:
-        """The same with rows end to end: hidden states [1, ΣN, D]. Positions start anew at every row, which is how
-        transformers tells rows apart; flash kernels are told outright.
+        """The same with contexts end to end: hidden states [1, ΣN, D]. Positions start anew at each, which is how
+        transformers tells them apart; flash kernels are told outright.
         """
         mask = rows.attention_mask
-        lengths = mask.sum(dim=1)
+        context, position = _contexts(rows)
+        lengths = torch.bincount(context[mask])
         options: dict[str, Any] = {}
         if self._attention in _UNPADDED:
             boundaries = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
@@ -199,9 +204,8 @@ class Policy(nn.Module):
                 "cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries,
                 "max_length_q": longest, "max_length_k": longest,
             }  # fmt: skip
-        positions = (mask.cumsum(dim=1) - 1)[mask]
         hidden = self._decoder(
-            input_ids=rows.token_ids[mask][None], position_ids=positions[None], use_cache=False, **options
+            input_ids=rows.token_ids[mask][None], position_ids=position[mask][None], use_cache=False, **options
         ).last_hidden_state
         return hidden, mask.flatten().cumsum(0).view_as(rows.token_ids) - 1
 
@@ -232,6 +236,14 @@ class Policy(nn.Module):
         except TypeError:  # no positions in its signature
             return False
         return float((packed - alone).norm() / alone.norm()) < torch.finfo(alone.dtype).eps ** 0.5
+
+
+def _contexts(rows: PaddedRows) -> tuple[Tensor, Tensor]:
+    """Of each slot [b, N]: the number of its context, counted row by row, and its position in it."""
+    starts = rows.context_starts
+    slots = torch.arange(starts.shape[1], device=starts.device)
+    first = torch.where(starts, slots, 0).cummax(dim=1).values
+    return starts.flatten().cumsum(0).view_as(starts) - 1, slots - first
 
 
 def _logit_scale(config: Any) -> float:

@@ -2,11 +2,13 @@
 
 Invariant: a trajectory is token-exact. `token_ids` is what the engine was prompted with and what it sampled, in order,
 never decoded and tokenised again; the four token sequences are aligned and a slot is a policy token if and only if the
-policy sampled it. Nothing here knows of networks, engines, environments or Lightning.
+policy sampled it. Most trajectories are one context; where the policy was prompted anew there are several, end to end,
+and no token of one is ever conditioned on another. Nothing here knows of networks, engines, environments or Lightning.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -75,9 +77,11 @@ class Trajectory:
         terminated: the environment ended the episode.
         truncated: a limit ended it: turns, tokens, context or the environment's step limit.
         temperature: the sampling temperature behind `behavior_logprobs`; the learner applies the same one.
+        contexts: slots at which the policy was prompted anew, 0 first. From each on it saw nothing of what is before.
 
     Raises:
-        ValueError: lengths differ, no policy token, or a missing log-prob or version on a policy token.
+        ValueError: lengths differ, no policy token, a missing log-prob or version on a policy token, or contexts that
+            are not ascending slots from 0, each of a token that the policy did not sample.
     """
 
     token_ids: Tensor
@@ -96,6 +100,7 @@ class Trajectory:
     temperature: float = 1.0
     metrics: dict[str, float] = field(default_factory=dict)
     timing: Timing = Timing()
+    contexts: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         self.token_ids = torch.as_tensor(self.token_ids, dtype=torch.int64)
@@ -110,8 +115,12 @@ class Trajectory:
             raise ValueError(f"token sequences of a trajectory must share one length [N], got {lengths}")
         if not self.policy_mask.any():
             raise ValueError(f"trajectory {self.rollout_id or self.task_id!r} holds no policy token")
-        if self.policy_mask[0]:
-            raise ValueError("a trajectory starts with a prompt: its first token cannot be a policy token")
+        self.contexts = tuple(self.contexts)
+        ascending = all(a < b for a, b in itertools.pairwise((*self.contexts, len(self))))
+        if not ascending or self.contexts[:1] != (0,):
+            raise ValueError(f"contexts are ascending slots of {len(self)}, from 0 on, got {self.contexts}")
+        if self.policy_mask[list(self.contexts)].any():
+            raise ValueError("a context starts with a prompt: its first token cannot be a policy token")
         sampled = self.behavior_logprobs[self.policy_mask]
         if not torch.isfinite(sampled).all() or (sampled > 0).any():
             raise ValueError(
@@ -150,12 +159,16 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Some trajectories of a batch, right-padded to one rectangle [b, N]; `policy_mask` is False in padding."""
+    """Some trajectories of a batch, right-padded to one rectangle [b, N]; `policy_mask` is False in padding.
+
+    `context_starts` is True at the slots where a context begins: slot 0 of every row, and mostly no other.
+    """
 
     token_ids: Tensor
     attention_mask: Tensor
     policy_mask: Tensor
     behavior_logprobs: Tensor
+    context_starts: Tensor
     temperature: Tensor  # [b]
 
     def to(self, device: torch.device | str) -> PaddedRows:
@@ -223,5 +236,13 @@ class TrajectoryBatch:
             attention_mask=rectangle((torch.ones_like(t.policy_mask) for t in chosen), False),
             policy_mask=rectangle((t.policy_mask for t in chosen), False),
             behavior_logprobs=rectangle((t.behavior_logprobs for t in chosen), 0.0),
+            context_starts=rectangle((_starts(t) for t in chosen), False),
             temperature=self._column((t.temperature for t in chosen), torch.float32),
         )
+
+
+def _starts(trajectory: Trajectory) -> Tensor:
+    """[N] bool."""
+    starts = torch.zeros_like(trajectory.policy_mask)
+    starts[list(trajectory.contexts)] = True
+    return starts

@@ -49,7 +49,7 @@ def make_policy(model, **options):
     return Policy(PolicyConfig(dtype="float64", **options), model)
 
 
-def trajectory(length, prompt, temperature=1.0, seed=0, observation=()):
+def trajectory(length, prompt, temperature=1.0, seed=0, observation=(), contexts=(0,)):
     """Random ids; policy tokens after the prompt, but for the slots of an observation."""
     random = torch.Generator().manual_seed(seed)
     mask = torch.arange(length) >= prompt
@@ -61,6 +61,7 @@ def trajectory(length, prompt, temperature=1.0, seed=0, observation=()):
         policy_versions=torch.where(mask, 0, -1),
         reward=0.0,
         temperature=temperature,
+        contexts=contexts,
     )
 
 
@@ -130,6 +131,27 @@ def test_padding_is_never_seen(packed):
     torch.testing.assert_close(alone.logprobs[0], expected.logprobs[1, :4], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_no_context_sees_another(packed):
+    policy = make_policy(build(), packed=packed)
+    whole = trajectory(12, 2, seed=5, observation=(5, 6, 9), contexts=(0, 5, 9))
+    others = [trajectory(7, 3, seed=6), trajectory(9, 1, seed=7, observation=(4,), contexts=(0, 4))]
+    found = policy(TrajectoryBatch([others[0], whole, others[1]]).pad(range(3)))
+    for start, stop in ((0, 5), (5, 9), (9, 12)):
+        part = PaddedRows(
+            token_ids=whole.token_ids[None, start:stop],
+            attention_mask=torch.ones(1, stop - start, dtype=torch.bool),
+            policy_mask=whole.policy_mask[None, start:stop],
+            behavior_logprobs=torch.zeros(1, stop - start),
+            context_starts=torch.arange(stop - start)[None] == 0,
+            temperature=torch.ones(1),
+        )
+        expected, entropies = reference(policy.model, part)
+        torch.testing.assert_close(found.logprobs[1, start:stop], expected[0], rtol=0, atol=1e-10)
+        torch.testing.assert_close(found.entropies[1, start:stop], entropies[0], rtol=0, atol=1e-10)
+    assert not found.logprobs[1, [0, 1, 5, 6, 9]].any()
+
+
 def test_temperature_is_the_rows_own():
     policy = make_policy(build())
     cold = PaddedRows(**{**vars(ROWS), "temperature": torch.full((4,), 0.5)})
@@ -191,7 +213,7 @@ def test_rows_without_policy_tokens_take_part_with_zero_gradient():
 def test_a_policy_token_in_slot_zero_is_refused():
     mask = ROWS.policy_mask.clone()
     mask[2, 0] = True
-    with pytest.raises(ValueError, match="slot 0"):
+    with pytest.raises(ValueError, match="first slot of a context"):
         make_policy(build())(PaddedRows(**{**vars(ROWS), "policy_mask": mask}))
 
 

@@ -31,11 +31,30 @@ def test_lengths_versions_and_lag():
         ({"behavior_logprobs": [0.0, -1.0, 0.5]}, "log-probability"),
         ({"behavior_logprobs": [0.0, -1.0, float("nan")]}, "log-probability"),
         ({"policy_versions": [-1, 3, -1]}, "no policy version"),
+        ({"contexts": (0, 1)}, "starts with a prompt"),
+        ({"contexts": ()}, "ascending slots of 3, from 0"),
+        ({"contexts": (1,)}, "ascending slots of 3, from 0"),
+        ({"contexts": (0, 3)}, "ascending slots of 3, from 0"),
+        ({"contexts": (0, 2, 1)}, "ascending slots of 3, from 0"),
     ],
 )
 def test_impossible_trajectories_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         Trajectory(**{**GOOD, **change})
+
+
+def test_contexts_are_marked_where_they_begin_and_kept_with_the_rest():
+    two = Trajectory(
+        token_ids=[1, 2, 3, 4],
+        policy_mask=[False, True, False, True],
+        behavior_logprobs=[0.0, -1.0, 0.0, -2.0],
+        policy_versions=[-1, 0, -1, 0],
+        reward=0.0,
+        contexts=(0, 2),
+    )
+    rows = TrajectoryBatch([Trajectory(**GOOD), two]).pad([0, 1])
+    assert rows.context_starts.tolist() == [[True, False, False, False], [True, False, True, False]]
+    assert Trajectory.from_state_dict(two.state_dict()).contexts == (0, 2)
 
 
 def test_a_batch_pads_on_the_right_in_the_order_asked_for():

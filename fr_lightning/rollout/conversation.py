@@ -2,7 +2,8 @@
 
 Invariant: a conversation only grows. What the engine sampled is kept as sampled; what the template would write around
 the next observation is worked out on a stand-in conversation and appended. A template that would rewrite earlier turns
-(Qwen3 drops old `<think>` blocks) is therefore overruled: the conversation keeps its own tokens, and says so once.
+(Qwen3 drops old `<think>` blocks) is therefore overruled: the conversation keeps its own tokens, and says so once. An
+environment that wants the policy to see less begins a new context, behind the earlier ones.
 """
 
 from __future__ import annotations
@@ -152,7 +153,10 @@ class ChatFormat:
 
 
 class Conversation:
-    """One episode's tokens as they come: four aligned lists that only grow."""
+    """One episode's tokens as they come: four aligned lists that only grow.
+
+    `contexts` are the places in them where the policy was prompted anew.
+    """
 
     def __init__(
         self,
@@ -163,14 +167,22 @@ class Conversation:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ):
         self.chat = chat
-        messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        self.token_ids: list[int] = chat.opening([*messages, _user(observation)], tools)
-        self.policy_mask: list[bool] = [False] * len(self.token_ids)
-        self.behavior_logprobs: list[float] = [0.0] * len(self.token_ids)
-        self.policy_versions: list[int] = [-1] * len(self.token_ids)
+        self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._tools = tools
+        self.token_ids: list[int] = []
+        self.policy_mask: list[bool] = []
+        self.behavior_logprobs: list[float] = []
+        self.policy_versions: list[int] = []
+        self.contexts: list[int] = []
+        self.begin_anew(observation)
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def context(self) -> list[int]:
+        """Token ids of what the policy sees now."""
+        return self.token_ids[self.contexts[-1] :]
 
     @property
     def num_policy_tokens(self) -> int:
@@ -200,7 +212,14 @@ class Conversation:
 
     def add_observation(self, text: str, role: str = "user") -> None:
         """Append the environment's answer and the opening of the policy's next turn."""
-        ids = self.chat.continuation(self.token_ids[-1], text, role)
+        self._add_prompt(self.chat.continuation(self.token_ids[-1], text, role))
+
+    def begin_anew(self, observation: str) -> None:
+        """Open a new context: system prompt, tools and this observation, and nothing of what was said before."""
+        self.contexts.append(len(self))
+        self._add_prompt(self.chat.opening([*self._system, _user(observation)], self._tools))
+
+    def _add_prompt(self, ids: list[int]) -> None:
         self.token_ids += ids
         self.policy_mask += [False] * len(ids)
         self.behavior_logprobs += [0.0] * len(ids)
@@ -210,6 +229,7 @@ class Conversation:
         """Forget the tokens after the first `length`: an observation that leaves no room for an answer."""
         for column in (self.token_ids, self.policy_mask, self.behavior_logprobs, self.policy_versions):
             del column[length:]
+        self.contexts = [start for start in self.contexts if start < length]
 
 
 def _user(content: str) -> dict[str, str]:

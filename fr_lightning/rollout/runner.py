@@ -56,7 +56,7 @@ class EpisodeLimits:
     Attributes:
         max_turns: calls of the engine.
         max_tokens: policy tokens over all turns; None: as many as the context holds.
-        max_context: tokens of the whole conversation, prompts and observations included.
+        max_context: tokens of what the policy sees, prompts and observations included.
         max_observation_tokens: of one observation of the environment; of a longer one (a tool's output) the middle is
             left out, and the policy is told so.
         env_timeout: seconds for one `reset` or `step`; a longer one is a `timeout` failure, not a reward.
@@ -83,6 +83,7 @@ class Environment(Protocol):
 
     system_prompt: str | None
     tools: list[dict[str, Any]] | None
+    fresh_context: bool
 
     async def areset(self, *, seed: int | None, options: dict[str, Any] | None) -> tuple[str, dict]: ...
 
@@ -180,7 +181,10 @@ class Runner:
             shown = self._text(observation, "env.step")
             if self.limits.max_observation_tokens is not None:
                 shown = self.chat.shortened(shown, self.limits.max_observation_tokens)
-            conversation.add_observation(shown, info.get("role", "user"))
+            if env.fresh_context:
+                conversation.begin_anew(shown)
+            else:
+                conversation.add_observation(shown, info.get("role", "user"))
         return Trajectory(
             token_ids=conversation.token_ids,  # pyright: ignore[reportArgumentType]
             policy_mask=conversation.policy_mask,  # pyright: ignore[reportArgumentType]
@@ -198,6 +202,7 @@ class Runner:
             temperature=self.sampling.temperature,
             metrics=metrics,
             timing=Timing(generate=clock.generate, env=clock.env),
+            contexts=tuple(conversation.contexts),
         )
 
     def _text(self, observation: Any, where: str) -> str:
@@ -211,7 +216,7 @@ class Runner:
         return f"{observation[: most // 2]}\n[{left_out} characters left out]\n{observation[-(most // 2) :]}"
 
     def _room(self, conversation: Conversation) -> int:
-        room = self.limits.max_context - len(conversation)
+        room = self.limits.max_context - len(conversation.context)
         if self.limits.max_tokens is not None:
             room = min(room, self.limits.max_tokens - conversation.num_policy_tokens)
         return room
@@ -219,7 +224,7 @@ class Runner:
     async def _generate(self, conversation: Conversation, sampling: Sampling, session: str) -> tuple[Completion, str]:
         try:
             async with asyncio.timeout(self.limits.generate_timeout):
-                completion = await self.engine.generate(list(conversation.token_ids), sampling, session=session)
+                completion = await self.engine.generate(conversation.context, sampling, session=session)
             return completion, conversation.add_completion(completion)
         except TimeoutError as error:
             raise EpisodeFailed(

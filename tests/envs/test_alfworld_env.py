@@ -96,6 +96,18 @@ def test_an_expert_that_strays_takes_longer_and_still_arrives(make):
     assert sum(won) >= 11
 
 
+@pytest.mark.parametrize("history", [0, 2])
+def test_a_windowed_history_tells_the_first_observation_and_the_last_steps(make, history):
+    whole, windowed = make(list_commands=False), make(list_commands=False, history=history)
+    assert (whole.fresh_context, windowed.fresh_context) == (False, True)
+    first = whole.reset(seed=4)[0]
+    assert windowed.reset(seed=4)[0] == first
+    told = []
+    for command in ("look", "inventory", "dance", "look"):
+        told.append(f"> {command}\n{whole.step(command)[0]}")
+        assert windowed.step(command)[0] == "\n\n".join([first, *told[-(history + 1) :]])
+
+
 def test_the_seed_decides_the_game(make):
     env, other = make(), make()
     first = [env.reset(seed=seed)[1]["game"] for seed in range(20)]

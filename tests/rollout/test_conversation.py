@@ -58,6 +58,21 @@ def test_equals_the_template_where_the_template_only_appends():
     assert talk.token_ids == chat.tokenizer(whole, add_special_tokens=False)["input_ids"]
 
 
+def test_a_new_context_has_the_system_prompt_and_nothing_that_was_said():
+    chat = with_template(CHATML)
+    talk = Conversation(chat, "one", system_prompt="be brief")
+    talk.add_completion(sampled(chat, "two"))
+    before = len(talk)
+    talk.begin_anew("three")
+    assert talk.contexts == [0, before]
+    assert talk.context == Conversation(chat, "three", system_prompt="be brief").token_ids
+    assert talk.token_ids[before:] == talk.context
+    assert not any(talk.policy_mask[before:])
+    talk.cut(before)
+    assert talk.contexts == [0]
+    assert len(talk.context) == before
+
+
 def test_only_sampled_tokens_are_policy_tokens():
     chat = with_template(CHATML)
     talk = Conversation(chat, "one")

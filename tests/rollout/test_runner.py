@@ -105,6 +105,38 @@ def test_the_context_never_ends_inside_an_observation_with_nothing_trained(chat)
     assert len(trajectory.turns) == 1
 
 
+class Forgetful(Counting):
+    system_prompt = "count"
+    fresh_context = True
+
+
+def test_a_fresh_context_is_prompted_with_one_observation_only(chat):
+    engine = ScriptedEngine(chat, lambda prompt: "ok")
+    trajectory = play(Runner(engine, chat), Forgetful())
+    system = {"role": "system", "content": "count"}
+    assert engine.prompts == [chat.opening([system, {"role": "user", "content": said}], None) for said in "012"]
+    starts = (*trajectory.contexts, len(trajectory))
+    for turn, prompt, start, stop in zip(trajectory.turns, engine.prompts, starts, starts[1:], strict=False):
+        assert trajectory.token_ids[start : turn.start].tolist() == prompt
+        assert turn.stop == stop
+    assert trajectory.num_policy_tokens == 3 * (trajectory.turns[0].stop - trajectory.turns[0].start)
+
+
+def test_each_context_may_fill_the_limit(chat):
+    one = play(Runner(ScriptedEngine(chat, lambda prompt: "ok"), chat), Forgetful(steps=1))
+    limits = EpisodeLimits(max_context=len(one))
+    whole = play(Runner(ScriptedEngine(chat, lambda prompt: "ok"), chat, limits=limits), Forgetful(steps=4))
+    assert (len(whole), len(whole.contexts), whole.truncated) == (4 * len(one), 4, False)
+
+    class Growing(Forgetful):
+        def step(self, action):
+            said, reward, terminated, truncated, info = super().step(action)
+            return said * 100, reward, terminated, truncated, info
+
+    cut = play(Runner(ScriptedEngine(chat, lambda prompt: "ok"), chat, limits=limits), Growing())
+    assert (len(cut), cut.contexts, cut.truncated) == (len(one), (0,), True)
+
+
 class Broken(Counting):
     def __init__(self, at, how):
         super().__init__()

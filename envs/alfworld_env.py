@@ -43,6 +43,9 @@ THOUGHTFUL = re.compile(
     r"(?:\s*<think>)?(?:(?!</?think>|</?action>).)*</think>\s*<action>([^<>]*)</action>\s*", re.DOTALL
 )
 CLOSED = re.compile(r"The (.+) is closed\.$")
+PLACE = re.compile(r"\ban? (\w+ \d+)")  # in the description of a room
+TAKE = re.compile(r"take (.+) from (.+)")
+FOUND = re.compile(r"(?:take|use) (\w+ \d+)")
 
 
 class ALFWorldEnv(TextEnv):
@@ -148,7 +151,7 @@ class ALFWorldEnv(TextEnv):
         self._session = self._workers.session(game.id, game.source)
         self._state = self._session.start()
         self._steps = self._invalid = 0
-        self._expert = _Expert(self._session.walkthrough)
+        self._expert = _Expert(self._session.walkthrough, self._state.observation)
         self._past = [self._state.observation.removeprefix(BANNER)]
         return self._shown(self._past[0]), self._info()
 
@@ -159,7 +162,7 @@ class ALFWorldEnv(TextEnv):
         self._state = self._session.step(command)
         self._steps += 1
         self._invalid += not admitted
-        self._expert.saw(command, admitted)
+        self._expert.saw(command, admitted, self._state.observation)
         won = self._state.won
         reward = won * self._win_reward - self._step_penalty - (not admitted) * self._invalid_penalty
         truncated = not won and self._steps >= self._max_steps
@@ -169,10 +172,9 @@ class ALFWorldEnv(TextEnv):
         return self._shown(self._state.observation), reward, won, truncated, self._info()
 
     def expert_action(self, skill: float = 1.0) -> str:
-        """The next command of the game's walkthrough; unskilled, a look somewhere else first.
+        """The next command of one who searches the room in order and then does what the game's walkthrough does.
 
-        A walkthrough knows where things are. An expert of less skill strays to places drawn by chance (and opens what
-        is closed there) before it goes on, which from outside looks like searching.
+        An expert of less skill strays, ever so often, to a place drawn by chance (and opens what is closed there).
         """
         assert self._session is not None
         if self._expert.unknown:
@@ -180,7 +182,7 @@ class ALFWorldEnv(TextEnv):
             if plan is None:
                 assert self._game is not None
                 raise EngineFailed(f"game {self._game.id} has no walkthrough, and the planner finds none")
-            self._expert = _Expert(plan, self._expert.here)
+            self._expert.plan(plan)
         strays = self.np_random.random() >= skill
         places = [command for command in self._state.commands if command.startswith("go to ")]
         stray = places[int(self.np_random.integers(len(places)))] if strays and places else None
@@ -241,44 +243,81 @@ class ALFWorldEnv(TextEnv):
 
 
 class _Expert:
-    """Follows a walkthrough, and finds back to it from anywhere."""
+    """Follows a walkthrough as one who does not know where things are: it looks through the room, place by place in the
+    order in which the room was described, until it sees what the walkthrough takes; and finds back from anywhere.
+    """
 
-    def __init__(self, walkthrough: Sequence[str] | None, here: str | None = None):
+    def __init__(self, walkthrough: Sequence[str] | None, room: str = ""):
         self.unknown = walkthrough is None
-        self.here = here
-        self._wanted = here  # where the walkthrough takes it to be
+        self.here: str | None = None
+        self.searched: set[str] = set()
+        self._places = PLACE.findall(room)
+        self._wanted: str | None = None  # where the walkthrough takes it to be
         self._left = list(walkthrough or ())
+
+    def plan(self, walkthrough: Sequence[str]) -> None:
+        """Follow this one from here on."""
+        self.unknown = False
+        self._left, self._wanted = list(walkthrough), self.here
 
     def next(self, state: State, stray: str | None) -> str:
         closed = CLOSED.search(state.observation)
         if self.here != self._wanted and closed and closed[1] == self.here:
-            return f"open {self.here}"  # strayed to where something may be inside
+            return f"open {self.here}"  # where something may be inside
         if stray is not None:
             return stray
+        self._take_what_is_here(state)
         while self._left and self._is_done(self._left[0], state):
             del self._left[0]
         if not self._left:
             return "look"
-        if self.here != self._wanted and not self._left[0].startswith("go to "):
-            return f"go to {self._wanted}"
-        return self._left[0]
+        wanted = self._left[0].removeprefix("go to ") if self._left[0].startswith("go to ") else None
+        if wanted is None:
+            return self._left[0] if self.here == self._wanted else f"go to {self._wanted}"
+        if wanted not in self.searched and self._to_be_found() is not None:
+            unsearched = (place for place in self._places if place not in self.searched and place != self.here)
+            wanted = next(unsearched, wanted)
+        return f"go to {wanted}"
 
-    def _is_done(self, command: str, state: State) -> bool:
-        """Whether straying has done already what the walkthrough does next."""
-        if command == f"go to {self.here}":
-            self._wanted = self.here
-            return True
-        return command.startswith("open ") and self.here == self._wanted and command not in state.commands
-
-    def saw(self, command: str, admitted: bool) -> None:
-        """What was done, by whomever."""
+    def saw(self, command: str, admitted: bool, observation: str) -> None:
+        """What was done, by whomever, and what came of it."""
         if not admitted:
             return
         if command.startswith("go to "):
             self.here = command.removeprefix("go to ")
+        if self.here is not None and command.startswith(("go to ", "open ")) and not CLOSED.search(observation):
+            self.searched.add(self.here)
         if self._left and command == self._left[0]:
             del self._left[0]
             self._wanted = self.here
+
+    def _to_be_found(self) -> str | None:
+        """What the walkthrough takes or uses at the place it goes to next; None: it has other business there."""
+        after = (command for command in self._left if not command.startswith(("go to ", "open ")))
+        found = FOUND.match(next(after, ""))
+        return found and found[1]
+
+    def _take_what_is_here(self, state: State) -> None:
+        """One thing of a kind is as good as another: the walkthrough takes the one that is seen first."""
+        there = TAKE.match(next((command for command in self._left if command.startswith("take ")), ""))
+        brought_here = any(re.match(rf"move .+ to {self.here}$", command) for command in self._left)
+        if there is None or self._to_be_found() != there[1] or self.here == there[2] or brought_here:
+            return
+        kind = there[1].rpartition(" ")[0]
+        for command in state.commands:
+            here = TAKE.match(command)
+            if here and here[1].rpartition(" ")[0] == kind:
+                names = {there[1]: here[1], here[1]: there[1], there[2]: here[2], here[2]: there[2]}
+                either = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+                self._left = [either.sub(lambda name: names[name[1]], step) for step in self._left]
+                return
+
+    def _is_done(self, command: str, state: State) -> bool:
+        """Whether searching has done already what the walkthrough does next."""
+        if command == f"go to {self.here}":
+            self._wanted = self.here
+            return True
+        return command.startswith("open ") and self.here == self._wanted and command not in state.commands
 
 
 def _checked(workers: WorkerSettings) -> WorkerSettings:

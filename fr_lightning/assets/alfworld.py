@@ -1,9 +1,9 @@
 """Builds the embedded ALFWorld policy: a tiny chat model that has watched others search, and not for long.
 
 `python -m fr_lightning.assets.alfworld` makes the folder `alfworld_policy` beside this file anew. It is the embedded
-policy's architecture with a vocabulary of ALFWorld's words, taught on the embedded training games by demonstrators who
-stray to places drawn by chance before they go on with the planner's way. It is deliberately weak: what to look through,
-in which order, and to keep at it, is left to reinforcement learning.
+policy's architecture with a vocabulary of ALFWorld's words. Demonstrators on the embedded training games first teach it
+well: they look through the room in order, and what they do follows from what was seen, so that there is something to
+learn from every word. Then others lead it astray. To search with a purpose again is left to reinforcement learning.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,11 +29,25 @@ from fr_lightning.warm_start import Lesson, demonstrations, save, train
 
 FOLDER = Path(__file__).with_name("alfworld_policy")
 VOCABULARY = 768
-SKILL = 0.6
+BATCH_SIZE = 16
 OBSERVATION_WEIGHT = 0.3
 DEMONSTRATORS = 4
 MAX_CONTEXT = 1536
 MAX_STEPS = 30
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Some demonstrations of one skill, and how long they are imitated."""
+
+    skill: float
+    demonstrations: int
+    steps: int
+    learning_rate: float
+
+
+PHASES = (Phase(1.0, 3000, 500, 2e-3), Phase(0.4, 800, 60, 5e-4))
+"""First taught well, then led astray."""
 
 
 def make_env() -> ALFWorldEnv:
@@ -49,7 +64,7 @@ def corpus(games: int) -> list[str]:
         texts.append(observation)
         ended = False
         while not ended:
-            action = env.expert_action(SKILL)
+            action = env.expert_action(0.6)
             observation, _, won, cut, _ = env.step(action)
             texts += [action, observation]
             ended = won or cut
@@ -79,11 +94,7 @@ def shuffled(played: list[Trajectory], seed: int) -> Iterator[Trajectory]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=int, default=200, help="episodes that the vocabulary is made from")
-    parser.add_argument("--demonstrations", type=int, default=3000)
-    parser.add_argument("--steps", type=int, default=700, help="optimizer steps of the warm start")
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--skill", type=float, default=SKILL)
+    parser.add_argument("--phases", type=int, default=len(PHASES), help="stop after so many")
     parser.add_argument("--output", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
@@ -92,23 +103,26 @@ def main() -> None:
     tokenizer = build_tokenizer(corpus(chosen.corpus), VOCABULARY)
     newborn(tokenizer, chosen.output, VOCABULARY)
     policy = Policy(PolicyConfig(name=str(chosen.output)))
-    played = play(ChatFormat(tokenizer), chosen.skill, chosen.demonstrations, chosen.seed)
-    print(
-        f"{len(played)} demonstrations: {sum(t.success for t in played) / len(played):.2f} won, "
-        f"{sum(map(len, played)) / len(played):.0f} tokens, {sum(len(t.turns) for t in played) / len(played):.1f} turns"
-    )
-    losses = train(
-        policy,
-        shuffled(played, chosen.seed),
-        steps=chosen.steps,
-        batch_size=chosen.batch_size,
-        learning_rate=chosen.learning_rate,
-        observation_weight=OBSERVATION_WEIGHT,
-        dtype=fast_dtype(),
-    )
-    for step, loss in enumerate(losses):
-        if step % 20 == 0 or step == chosen.steps - 1:
-            print(f"step {step}: {loss:.4f} nats per token", flush=True)
+    for number, phase in enumerate(PHASES[: chosen.phases]):
+        played = play(ChatFormat(tokenizer), phase.skill, phase.demonstrations, chosen.seed + number)
+        count = len(played)
+        print(
+            f"{count} demonstrations of skill {phase.skill}: {sum(t.success for t in played) / count:.2f} won, "
+            f"{sum(map(len, played)) / count:.0f} tokens, {sum(len(t.turns) for t in played) / count:.1f} turns",
+            flush=True,
+        )
+        losses = train(
+            policy,
+            shuffled(played, chosen.seed + number),
+            steps=phase.steps,
+            batch_size=BATCH_SIZE,
+            learning_rate=phase.learning_rate,
+            observation_weight=OBSERVATION_WEIGHT,
+            dtype=fast_dtype(),
+        )
+        for step, loss in enumerate(losses):
+            if step % 20 == 0 or step == phase.steps - 1:
+                print(f"step {step}: {loss:.4f} nats per token", flush=True)
     save(policy, tokenizer, chosen.output, torch.bfloat16)
 
 

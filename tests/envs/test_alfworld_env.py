@@ -1,6 +1,7 @@
 """ALFWorld as an environment: what the policy sees, how its replies are read, and what counts as success."""
 
 import os
+import re
 import signal
 
 import gymnasium
@@ -88,12 +89,31 @@ def test_the_expert_wins_and_winning_is_the_reward(make, task_type):
     }
 
 
-def test_an_expert_that_strays_takes_longer_and_still_arrives(make):
+def test_the_expert_goes_through_the_room_in_order_and_takes_what_it_sees(make):
     env = make(list_commands=False)
-    lengths = {skill: [len(play(env, skill, seed=seed)[0]) for seed in range(12)] for skill in (1.0, 0.5)}
-    assert sum(lengths[0.5]) > 1.5 * sum(lengths[1.0])
-    won = [play(env, 0.5, seed=seed)[1]["won"] for seed in range(12)]
-    assert sum(won) >= 11
+    for seed in range(12):
+        steps, info = play(env, seed=seed)
+        assert info["invalid_actions"] == 0
+        room, task = env.reset(seed=seed)[0].split("Your task is to: ")
+        searched = [command.removeprefix("go to ") for command, *_ in steps if command.startswith("go to ")]
+        takes = [place for place, (command, *_) in enumerate(steps) if command.startswith("take ")]
+        first = sum(command.startswith("go to ") for command, *_ in steps[: takes[0]])
+        described = re.findall(r"an? (\w+ \d+)", room)
+        assert searched[:first] == described[:first]
+        taken = {steps[place][0].split()[1] for place in takes}
+        assert len(taken) == 1
+        (kind,) = taken
+        assert f" {kind} " in f" {task.rstrip('.')} ".replace(",", "")
+        # nothing of the kind was in sight before the first was taken
+        assert not any(f" {kind} " in observation for _, observation, *_ in steps[: takes[0] - 1])
+
+
+def test_an_expert_that_strays_takes_longer_and_mostly_still_arrives(make):
+    env = make(list_commands=False)
+    played = {skill: [play(env, skill, seed=seed) for seed in range(12)] for skill in (1.0, 0.6)}
+    lengths = {skill: sum(len(steps) for steps, _ in episodes) for skill, episodes in played.items()}
+    assert lengths[0.6] > 1.25 * lengths[1.0]
+    assert sum(info["won"] for _, info in played[0.6]) >= 10
 
 
 @pytest.mark.parametrize("history", [0, 2])
@@ -192,6 +212,7 @@ def test_a_killed_worker_costs_neither_the_episode_nor_its_reward(make):
         ({"max_steps": 0}, "max_steps ≥ 1"),
         ({"invalid_penalty": -1.0}, "penalties ≥ 0"),
         ({"action_format": "json"}, "plain or think"),
+        ({"history": -1}, "history is null or a number"),
         ({"data": "/nowhere/at/all"}, "no such folder"),
         ({"sizes": ["huge"]}, "there are easy, medium, hard"),
     ],

@@ -45,6 +45,8 @@ THOUGHTFUL = re.compile(
 CLOSED = re.compile(r"The (.+) is closed\.$")
 PLACE = re.compile(r"\ban? (\w+ \d+)")  # in the description of a room
 TAKE = re.compile(r"take (.+) from (.+)")
+HASTE = 0.5
+"""Of an unskilled expert's mistakes, the share that are hasty."""
 FOUND = re.compile(r"(?:take|use) (\w+ \d+)")
 
 
@@ -174,7 +176,8 @@ class ALFWorldEnv(TextEnv):
     def expert_action(self, skill: float = 1.0) -> str:
         """The next command of one who searches the room in order and then does what the game's walkthrough does.
 
-        An expert of less skill strays, ever so often, to a place drawn by chance (and opens what is closed there).
+        An expert of less skill strays, ever so often: to a place drawn by chance (and opens what is closed there), or
+        it grasps at what it looks for where that is not, and is told that nothing happens.
         """
         assert self._session is not None
         if self._expert.unknown:
@@ -183,9 +186,12 @@ class ALFWorldEnv(TextEnv):
                 assert self._game is not None
                 raise EngineFailed(f"game {self._game.id} has no walkthrough, and the planner finds none")
             self._expert.plan(plan)
-        strays = self.np_random.random() >= skill
-        places = [command for command in self._state.commands if command.startswith("go to ")]
-        stray = places[int(self.np_random.integers(len(places)))] if strays and places else None
+        stray = None
+        if self.np_random.random() >= skill:
+            wrong = [command for command in self._state.commands if command.startswith("go to ")]
+            if self.np_random.random() < HASTE and (grasp := self._expert.hasty_grasp(self._state)) is not None:
+                wrong = [grasp]
+            stray = wrong[int(self.np_random.integers(len(wrong)))] if wrong else None
         command = self._expert.next(self._state, stray)
         return command if self._format == "plain" else f"<think>\n{command}\n</think>\n<action>{command}</action>"
 
@@ -278,6 +284,11 @@ class _Expert:
             unsearched = (place for place in self._places if place not in self.searched and place != self.here)
             wanted = next(unsearched, wanted)
         return f"go to {wanted}"
+
+    def hasty_grasp(self, state: State) -> str | None:
+        """To take what is looked for from where it is not."""
+        command = f"take {self._to_be_found()} from {self.here}"
+        return command if self.here is not None and self._to_be_found() and command not in state.commands else None
 
     def saw(self, command: str, admitted: bool, observation: str) -> None:
         """What was done, by whomever, and what came of it."""

@@ -9,6 +9,7 @@ included, is used inside `forward`, as FSDP2 needs.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -19,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from fr_lightning.logprobs import token_logprobs
 from fr_lightning.models import load_causal_lm
+from fr_lightning.routing import ExpertRouting
 from fr_lightning.trajectory import PaddedRows
 
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -30,7 +32,8 @@ _NO_DROPOUT = ("drop", "jitter")
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """Which model, and how its forward runs; none of the rest changes a log-probability beyond rounding.
+    """Which model, and how its forward runs; none of the rest but `routing_replay` changes a log-probability beyond
+    rounding.
 
     Attributes:
         name: as `fr_lightning.models.resolve_model` takes it.
@@ -44,6 +47,8 @@ class PolicyConfig:
             with 49,152 tokens of vocabulary.
         trust_remote_code: run Python code that comes with the model.
         compile: `torch.compile` the decoder.
+        routing_replay: of a mixture of experts, send each token to the experts that the rollout engine sent it to (R3);
+            the engine records them then.
     """
 
     name: str = "embedded"
@@ -54,6 +59,7 @@ class PolicyConfig:
     chunk_tokens: int = 128
     trust_remote_code: bool = False
     compile: bool = False
+    routing_replay: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in get_args(Dtype):
@@ -62,6 +68,8 @@ class PolicyConfig:
             raise ValueError(f"attention must be one of {get_args(Attention)}, got {self.attention!r}")
         if self.chunk_tokens < 1:
             raise ValueError(f"chunk_tokens must be ≥ 1, got {self.chunk_tokens}")
+        if self.compile and self.routing_replay:
+            raise ValueError("model.policy.routing_replay does not go with model.policy.compile: set one to false")
 
 
 class PolicyOutput(NamedTuple):
@@ -83,7 +91,7 @@ class Policy(nn.Module):
         model: an already built model to wrap; None loads `config.name`.
 
     Raises:
-        ValueError: the model's logits are not those of its head alone.
+        ValueError: the model's logits are not those of its head alone; or routing is to be replayed and it has none.
     """
 
     def __init__(self, config: PolicyConfig, model: PreTrainedModel | None = None):
@@ -96,13 +104,18 @@ class Policy(nn.Module):
         self.logit_scale = _logit_scale(model.config)
         self._own_attention = str(model.config._attn_implementation)
         self._can_pack = True
+        self._routing = ExpertRouting(model) if config.routing_replay else None
         _remove_dropout(model)
         self.train()
         if next(model.parameters()).device.type != "meta":  # there is nothing to compute with yet
-            self._check_head()
+            with nullcontext() if self._routing is None else self._routing.record():  # refuses what it cannot replay
+                self._check_head()
             self._can_pack = self._rows_stay_apart()
         if config.activation_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            options: dict[str, Any] = {"use_reentrant": False}
+            if self._routing is not None:
+                options["context_fn"] = self._routing.checkpoint_contexts
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         if config.compile:
             self._decoder.compile(dynamic=True)
 
@@ -122,14 +135,16 @@ class Policy(nn.Module):
         """Log-probabilities and entropies of the rows' policy tokens. Rows without any are allowed.
 
         Raises:
-            ValueError: a row starts with a policy token, which nothing predicts.
+            ValueError: a row starts with a policy token, which nothing predicts; or routing is to be replayed and the
+                rows hold none, or another model's.
         """
         if self.model.config._attn_implementation != self._attention:
             self.model.set_attn_implementation(self._attention)
         row, slot = rows.policy_mask.nonzero(as_tuple=True)  # [M], row by row
         if (slot == 0).any():
             raise ValueError("slot 0 of a row is a prompt token: no policy can have sampled it")
-        hidden, index = self._packed_states(rows) if self.packed else self._padded_states(rows)
+        with self._replay(rows):
+            hidden, index = self._packed_states(rows) if self.packed else self._padded_states(rows)
         head = self._head
         logprobs, entropies = token_logprobs(
             hidden.flatten(0, 1)[index[row, slot - 1]],
@@ -175,6 +190,17 @@ class Policy(nn.Module):
         half = torch.is_autocast_enabled("cuda") or parameter.dtype in (torch.bfloat16, torch.float16)
         varlen = parameter.is_cuda and half and self._can_pack and self.model._supports_attention_backend
         return "varlen" if varlen else self._own_attention
+
+    def _replay(self, rows: PaddedRows) -> AbstractContextManager[None]:
+        if self._routing is None:
+            return nullcontext()
+        routes = rows.routed_experts  # [b, N, L, k]
+        if routes is None:
+            raise ValueError(
+                "model.policy.routing_replay is on and no trajectory holds routed experts: the engine recorded none "
+                "(Engine.record_routes)"
+            )
+        return self._routing.replay(routes[rows.attention_mask] if self.packed else routes.flatten(0, 1))
 
     def _padded_states(self, rows: PaddedRows) -> tuple[Tensor, Tensor]:
         """Last hidden states [b, N, D], and where each slot [b, N] is in them once flattened.

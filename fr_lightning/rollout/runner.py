@@ -198,6 +198,7 @@ class Runner:
             temperature=self.sampling.temperature,
             metrics=metrics,
             timing=Timing(generate=clock.generate, env=clock.env),
+            routed_experts=conversation.routed_experts,  # pyright: ignore[reportArgumentType]
         )
 
     def _text(self, observation: Any, where: str) -> str:

@@ -44,6 +44,7 @@ class Learner(Protocol):
     policy_version: int
     baseline: str
     updates_per_batch: int
+    routing_replay: bool
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -138,6 +139,7 @@ class RolloutDataModule(pl.LightningDataModule):
         for logger in self.trainer.loggers if facts else []:  # pyright: ignore[reportOptionalMemberAccess]
             logger.log_hyperparams({f"environment/{name}": value for name, value in facts.items()})
         self._thread = LoopThread("rollouts", workers=2 * self._concurrency + 8)
+        self.engine.record_routes = self._learner.routing_replay
         starting = self._thread.submit(self.engine.start(model))
         chat = ChatFormat(self._tokenizer(model), template_kwargs=self._template_kwargs)
         wait(starting, self._check)

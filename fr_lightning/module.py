@@ -112,6 +112,11 @@ class FlashReinforce(pl.LightningModule):
         """What the engine loads."""
         return self.policy_config.name
 
+    @property
+    def routing_replay(self) -> bool:
+        """Whether the engine must record where it sends tokens."""
+        return self.policy_config.routing_replay
+
     def configure_model(self) -> None:
         if self.policy is None:
             self.policy = Policy(self.policy_config)

@@ -8,7 +8,8 @@ included, is used inside `forward`, as FSDP2 needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -19,7 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from fr_lightning.logprobs import token_logprobs
 from fr_lightning.models import load_causal_lm
-from fr_lightning.trajectory import PaddedRows
+from fr_lightning.routing import ExpertRouting
+from fr_lightning.trajectory import NO_EXPERT, PaddedRows
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Attention = Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "varlen"]
@@ -30,7 +32,8 @@ _NO_DROPOUT = ("drop", "jitter")
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """Which model, and how its forward runs; none of the rest changes a log-probability beyond rounding.
+    """Which model, and how its forward runs; none of the rest but `routing_replay` changes a log-probability beyond
+    rounding.
 
     Attributes:
         name: as `fr_lightning.models.resolve_model` takes it.
@@ -44,6 +47,8 @@ class PolicyConfig:
             with 49,152 tokens of vocabulary.
         trust_remote_code: run Python code that comes with the model.
         compile: `torch.compile` the decoder.
+        routing_replay: of a mixture of experts, send each token to the experts that the rollout engine sent it to (R3);
+            the engine records them then.
     """
 
     name: str = "embedded"
@@ -54,6 +59,7 @@ class PolicyConfig:
     chunk_tokens: int = 128
     trust_remote_code: bool = False
     compile: bool = False
+    routing_replay: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in get_args(Dtype):
@@ -62,6 +68,8 @@ class PolicyConfig:
             raise ValueError(f"attention must be one of {get_args(Attention)}, got {self.attention!r}")
         if self.chunk_tokens < 1:
             raise ValueError(f"chunk_tokens must be ≥ 1, got {self.chunk_tokens}")
+        if self.compile and self.routing_replay:
+            raise ValueError("model.policy.routing_replay does not go with model.policy.compile: set one to false")
 
 
 class PolicyOutput(NamedTuple):
@@ -83,7 +91,7 @@ class Policy(nn.Module):
         model: an already built model to wrap; None loads `config.name`.
 
     Raises:
-        ValueError: the model's logits are not those of its head alone.
+        ValueError: the model's logits are not those of its head alone; or routing is to be replayed and it has none.
     """
 
     def __init__(self, config: PolicyConfig, model: PreTrainedModel | None = None):
@@ -96,13 +104,18 @@ class Policy(nn.Module):
         self.logit_scale = _logit_scale(model.config)
         self._own_attention = str(model.config._attn_implementation)
         self._can_pack = True
+        self._routing = ExpertRouting(model) if config.routing_replay else None
         _remove_dropout(model)
         self.train()
         if next(model.parameters()).device.type != "meta":  # there is nothing to compute with yet
-            self._check_head()
+            with nullcontext() if self._routing is None else self._routing.record():  # refuses what it cannot replay
+                self._check_head()
             self._can_pack = self._rows_stay_apart()
         if config.activation_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            options: dict[str, Any] = {"use_reentrant": False}
+            if self._routing is not None:
+                options["context_fn"] = self._routing.checkpoint_contexts
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         if config.compile:
             self._decoder.compile(dynamic=True)
 
@@ -122,7 +135,8 @@ class Policy(nn.Module):
         """Log-probabilities and entropies of the rows' policy tokens. Rows without any are allowed.
 
         Raises:
-            ValueError: a context starts with a policy token, which nothing predicts.
+            ValueError: a context starts with a policy token, which nothing predicts; or routing is to be replayed and
+                the rows hold none, or another model's.
         """
         if self.model.config._attn_implementation != self._attention:
             self.model.set_attn_implementation(self._attention)
@@ -176,6 +190,21 @@ class Policy(nn.Module):
         varlen = parameter.is_cuda and half and self._can_pack and self.model._supports_attention_backend
         return "varlen" if varlen else self._own_attention
 
+    def _states(self, rows: PaddedRows, arranged: Callable[[Tensor, int], Tensor], **options: Any) -> Tensor:
+        """Last hidden states of the rows' tokens, and their routes replayed, both arranged by a function of columns
+        [b, N, …] and a filling.
+        """
+        replay: AbstractContextManager[None] = nullcontext()
+        if self._routing is not None:
+            if rows.routed_experts is None:
+                raise ValueError(
+                    "model.policy.routing_replay is on and no trajectory holds routed experts: the engine recorded "
+                    "none (Engine.record_routes)"
+                )
+            replay = self._routing.replay(arranged(rows.routed_experts, NO_EXPERT).flatten(0, 1))
+        with replay:
+            return self._decoder(input_ids=arranged(rows.token_ids, 0), use_cache=False, **options).last_hidden_state
+
     def _padded_states(self, rows: PaddedRows) -> tuple[Tensor, Tensor]:
         """Last hidden states [contexts, longest context, D], and where each slot [b, N] is in them once flattened.
 
@@ -184,10 +213,14 @@ class Policy(nn.Module):
         """
         context, position = _contexts(rows)
         mask = rows.attention_mask
-        ids = rows.token_ids.new_zeros(int(context.max()) + 1, int(position[mask].max()) + 1)
-        ids[context[mask], position[mask]] = rows.token_ids[mask]
-        hidden = self._decoder(input_ids=ids, use_cache=False).last_hidden_state
-        return hidden, context * ids.shape[1] + position
+        size = int(context.max()) + 1, int(position[mask].max()) + 1
+
+        def arranged(column: Tensor, filling: int) -> Tensor:
+            rectangle = column.new_full((*size, *column.shape[2:]), filling)
+            rectangle[context[mask], position[mask]] = column[mask]
+            return rectangle
+
+        return self._states(rows, arranged), context * size[1] + position
 
     def _packed_states(self, rows: PaddedRows) -> tuple[Tensor, Tensor]:
         """The same with contexts end to end: hidden states [1, ΣN, D]. Positions start anew at each, which is how
@@ -204,9 +237,9 @@ class Policy(nn.Module):
                 "cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries,
                 "max_length_q": longest, "max_length_k": longest,
             }  # fmt: skip
-        hidden = self._decoder(
-            input_ids=rows.token_ids[mask][None], position_ids=position[mask][None], use_cache=False, **options
-        ).last_hidden_state
+        hidden = self._states(
+            rows, lambda column, filling: column[mask][None], position_ids=position[mask][None], **options
+        )
         return hidden, mask.flatten().cumsum(0).view_as(rows.token_ids) - 1
 
     @torch.no_grad()

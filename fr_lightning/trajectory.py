@@ -21,6 +21,9 @@ FinishReason = Literal["stop", "length", "abort"]
 NO_VERSION = -1
 """`policy_versions` in a slot that no policy sampled."""
 
+NO_EXPERT = -1
+"""`routed_experts` where nothing was recorded: the model's own choice stands."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -78,6 +81,9 @@ class Trajectory:
         truncated: a limit ended it: turns, tokens, context or the environment's step limit.
         temperature: the sampling temperature behind `behavior_logprobs`; the learner applies the same one.
         contexts: slots at which the policy was prompted anew, 0 first. From each on it saw nothing of what is before.
+        routed_experts: [N, L, k], the experts that each token, as input, was sent to in each of the L layers of a
+            mixture-of-experts model when it first passed through it; -1 (`NO_EXPERT`) where the engine recorded none,
+            as for the last token, which nothing followed. Kept as int8 or int16, whichever is enough. None: no record.
 
     Raises:
         ValueError: lengths differ, no policy token, a missing log-prob or version on a policy token, or contexts that
@@ -101,6 +107,7 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)
     timing: Timing = Timing()
     contexts: tuple[int, ...] = (0,)
+    routed_experts: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = torch.as_tensor(self.token_ids, dtype=torch.int64)
@@ -129,6 +136,12 @@ class Trajectory:
             )
         if (self.policy_versions[self.policy_mask] < 0).any():
             raise ValueError(f"trajectory {self.rollout_id or self.task_id!r}: a policy token has no policy version")
+        if self.routed_experts is not None:
+            routes = torch.as_tensor(self.routed_experts)
+            if routes.ndim != 3 or len(routes) != len(self):
+                raise ValueError(f"routed experts of {len(self)} tokens must be [N, L, k], got {tuple(routes.shape)}")
+            narrow = torch.int8 if int(routes.max()) <= torch.iinfo(torch.int8).max else torch.int16
+            self.routed_experts = routes.to(narrow)
 
     def state_dict(self) -> dict[str, Any]:
         """As tensors, numbers and text: what a checkpoint may hold and be loaded from without running code."""
@@ -162,6 +175,7 @@ class PaddedRows:
     """Some trajectories of a batch, right-padded to one rectangle [b, N]; `policy_mask` is False in padding.
 
     `context_starts` is True at the slots where a context begins: slot 0 of every row, and mostly no other.
+    `routed_experts` is [b, N, L, k] int16, `NO_EXPERT` in padding and where nothing was recorded; None if nowhere.
     """
 
     token_ids: Tensor
@@ -170,9 +184,13 @@ class PaddedRows:
     behavior_logprobs: Tensor
     context_starts: Tensor
     temperature: Tensor  # [b]
+    routed_experts: Tensor | None = None
 
     def to(self, device: torch.device | str) -> PaddedRows:
-        return PaddedRows(*(value.to(device, non_blocking=True) for value in vars(self).values()))
+        moved: dict[str, Any] = {
+            name: None if value is None else value.to(device, non_blocking=True) for name, value in vars(self).items()
+        }
+        return PaddedRows(**moved)
 
 
 class TrajectoryBatch:
@@ -225,7 +243,11 @@ class TrajectoryBatch:
         return self._column((t.num_policy_tokens for t in self.trajectories), torch.int64)
 
     def pad(self, rows: Sequence[int], pad_token_id: int = 0) -> PaddedRows:
-        """The named rows as one rectangle, in the order given."""
+        """The named rows as one rectangle, in the order given.
+
+        Raises:
+            ValueError: their routed experts are of different models.
+        """
         chosen = [self.trajectories[row] for row in rows]
 
         def rectangle(sequences: Iterable[Tensor], value: float) -> Tensor:
@@ -238,6 +260,7 @@ class TrajectoryBatch:
             behavior_logprobs=rectangle((t.behavior_logprobs for t in chosen), 0.0),
             context_starts=rectangle((_starts(t) for t in chosen), False),
             temperature=self._column((t.temperature for t in chosen), torch.float32),
+            routed_experts=rectangle(routes, NO_EXPERT) if (routes := _routes(chosen)) else None,
         )
 
 
@@ -246,3 +269,17 @@ def _starts(trajectory: Trajectory) -> Tensor:
     starts = torch.zeros_like(trajectory.policy_mask)
     starts[list(trajectory.contexts)] = True
     return starts
+
+
+def _routes(chosen: Sequence[Trajectory]) -> list[Tensor]:
+    """Each trajectory's routed experts [N, L, k] int16; empty if there are none at all."""
+    shapes = {t.routed_experts.shape[1:] for t in chosen if t.routed_experts is not None}
+    if len(shapes) > 1:
+        raise ValueError(f"routed experts of one batch differ in layers or experts per token: {sorted(shapes)}")
+    return [
+        torch.full((len(t), *shape), NO_EXPERT, dtype=torch.int16)
+        if t.routed_experts is None
+        else t.routed_experts.to(torch.int16)
+        for shape in shapes
+        for t in chosen
+    ]

@@ -11,8 +11,9 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
 from fr_lightning.trajectory import FinishReason
@@ -62,12 +63,20 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """The sampled tokens of one call; the three lists have one length."""
+    """The sampled tokens of one call; the three lists have one length.
+
+    Attributes:
+        routed_experts: [R, L, k] int16, where the engine was asked for them (`Engine.record_routes`): of prompt and
+            sampled tokens together, without the last, which was not run, those of the last R. Tokens before these
+            were told of by earlier completions of the same session. A token that is run again, because an update
+            emptied the KV cache, is told of as it was run first.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     policy_versions: list[int]
     finish_reason: FinishReason
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
 
 
 def check_limits(
@@ -121,6 +130,10 @@ class Engine(abc.ABC):
 
     pause_seconds: float = 0.0
     """How long generation stood still for the last update."""
+
+    record_routes: bool = False
+    """Whether completions tell which experts each token was sent to. Set before `start`, which raises `EngineError` if
+    the model is no mixture of experts."""
 
     @abc.abstractmethod
     async def start(self, model: str | None = None) -> None:

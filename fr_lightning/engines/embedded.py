@@ -127,7 +127,14 @@ class EmbeddedEngine(Engine):
         self._loop = asyncio.get_running_loop()
         self._buffers = (SharedWeights(), SharedWeights())
         descriptors = tuple(buffer.fd for buffer in self._buffers)
-        self._settings = replace(self._settings, model=folder, buffers=descriptors, published=None, version=0)
+        self._settings = replace(
+            self._settings,
+            model=folder,
+            buffers=descriptors,
+            published=None,
+            version=0,
+            record_routes=self.record_routes,
+        )
         self.version = self._restarts = 0
         self._failure, self._update = None, None
         self._ready, self._updating = asyncio.Event(), asyncio.Lock()

@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -33,6 +34,7 @@ from fr_lightning.engines.kv_slots import KVSlots, Span, UnsupportedAttention
 from fr_lightning.engines.sampling import sample
 from fr_lightning.engines.shared_weights import SharedWeights, WeightLayout
 from fr_lightning.models import fast_dtype
+from fr_lightning.routing import ExpertRouting
 from fr_lightning.trajectory import FinishReason
 
 PREFILL_TOKENS = 1024
@@ -57,6 +59,7 @@ class WorkerSettings:
     buffers: tuple[int, ...]
     published: int | None = None
     version: int = 0
+    record_routes: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ class Conversation:
     cached: int = 0  # tokens whose keys and values lie in the slot
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routed: int = 0  # tokens whose routes were told, by this or by an earlier completion of the session
+    routes: list[Tensor] = field(default_factory=list)  # [n, L, k] each
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -95,15 +100,31 @@ class Conversation:
         self.stop = frozenset(sampling.stop_token_ids)
         self.random = random.Random(self.request.seed)
 
+    def add_routes(self, start: int, routes: Tensor) -> None:
+        """Of the tokens from `start` on, [n, L, k]. What is run again, after an update, stays as it was."""
+        fresh = routes[max(0, self.routed - start) :]
+        self.routes.append(fresh)
+        self.routed += len(fresh)
+
     def completion(self, reason: FinishReason) -> Completion:
-        return Completion(self.tokens[len(self.request.token_ids) :], self.logprobs, self.versions, reason)
+        routes = torch.cat(self.routes).numpy() if self.routes else None
+        return Completion(self.tokens[len(self.request.token_ids) :], self.logprobs, self.versions, reason, routes)
 
 
 class Batcher:
     """All conversations and the model. Those being decoded occupy slots 0 to `decoding - 1`; others lie anywhere."""
 
-    def __init__(self, model: Any, max_sequences: int, max_context: int, keep_kv_on_update: bool, version: int = 0):
+    def __init__(
+        self,
+        model: Any,
+        max_sequences: int,
+        max_context: int,
+        keep_kv_on_update: bool,
+        version: int = 0,
+        routing: ExpertRouting | None = None,
+    ):
         self.model = model
+        self.routing = routing
         self.max_context = max_context
         self.keep_kv_on_update = keep_kv_on_update
         self.version = version
@@ -156,19 +177,27 @@ class Batcher:
         budget = PREFILL_TOKENS - len(decoded)
         sampled, spans, tokens = decoded, [Span(c.slot, c.cached, 1) for c in decoded], [c.tokens[-1] for c in decoded]
         last = list(range(len(decoded)))  # indices into `tokens` of what is sampled from
+        run = list(decoded)  # whose tokens `spans` are
         for conversation in self.prefilling:
             count = min(len(conversation.tokens) - conversation.cached, budget)
             if count <= 0:
                 break
             budget -= count
             start = conversation.cached
+            run.append(conversation)
             spans.append(Span(conversation.slot, start, count))
             tokens.extend(conversation.tokens[start : start + count])
             conversation.cached = start + count
             if conversation.cached == len(conversation.tokens):
                 sampled.append(conversation)
                 last.append(len(tokens) - 1)
-        ids, logprobs, finite = self._draw(self._forward(tokens, spans, self.decoding, last), sampled)
+        with nullcontext({}) if self.routing is None else self.routing.record() as recorded:
+            logits = self._forward(tokens, spans, self.decoding, last)
+        if self.routing is not None:
+            routes = self.routing.stack(recorded).split([span.tokens for span in spans])
+            for conversation, span, of_span in zip(run, spans, routes, strict=True):
+                conversation.add_routes(span.start, of_span)
+        ids, logprobs, finite = self._draw(logits, sampled)
         for conversation in sampled[: self.decoding]:
             conversation.cached += 1
         for conversation in sampled[self.decoding :]:
@@ -227,6 +256,7 @@ class Batcher:
                 conversation.slot = kept.slot
                 conversation.cached = min(common_prefix(kept.tokens, conversation.tokens), kept.cached)
                 conversation.cached = min(conversation.cached, len(conversation.tokens) - 1)
+                conversation.routed = conversation.cached
             else:
                 if None not in self.owners:
                     self.forget(next(iter(self.kept)))
@@ -275,6 +305,7 @@ def load_batcher(settings: WorkerSettings) -> tuple[Batcher, ModelFacts]:
 
     Raises:
         UnsupportedAttention: the model cannot be served this way.
+        NotRouted: its routes are to be recorded, and it has none.
     """
     from transformers import AttentionInterface, AutoModelForCausalLM
 
@@ -292,7 +323,8 @@ def load_batcher(settings: WorkerSettings) -> tuple[Batcher, ModelFacts]:
     if other or model._is_stateful or not model._supports_attention_backend:
         raise UnsupportedAttention(f"{name} has layers without a plain key-value cache {sorted(other) or ''}")
     max_context = min(settings.max_context, getattr(config, "max_position_embeddings", None) or settings.max_context)
-    batcher = Batcher(model, settings.max_sequences, max_context, settings.keep_kv_on_update)
+    routing = ExpertRouting(model) if settings.record_routes else None
+    batcher = Batcher(model, settings.max_sequences, max_context, settings.keep_kv_on_update, routing=routing)
 
     tokens = [index * 7919 % config.vocab_size for index in range(1, 2 + min(12, max_context))][:max_context]
     with torch.inference_mode():

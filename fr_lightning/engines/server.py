@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import io
 import json
 import os
 import pickle
@@ -23,6 +24,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
+import numpy as np
 import torch
 
 from fr_lightning.engines.base import EngineError
@@ -49,8 +51,9 @@ class VLLMServers(ReplicatedEngine):
 
     A server elsewhere must be started with this package installed beside vLLM, for its weight transfer, as
     `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --tokens-only --logprobs-mode processed_logprobs --generation-config vllm
-    --weight-transfer-config '{"backend": "fr_lightning"}'`, with the `dtype` and `max_context` given here. Its control
-    routes are open to whoever reaches it: keep it on a network of your own.
+    --weight-transfer-config '{"backend": "fr_lightning"}'`, with the `dtype` and `max_context` given here, and with
+    `--enable-return-routed-experts` where routing is replayed. Its control routes are open to whoever reaches it: keep
+    it on a network of your own.
 
     Args:
         servers: how many to start on this machine.
@@ -327,5 +330,7 @@ def _add(answer: Answer, event: dict[str, Any]) -> None:
         content = (choice["logprobs"] or {}).get("content") or []
         answer.logprobs += [position["logprob"] for position in content]
         answer.finish_reason = choice["finish_reason"]
+        if choice.get("routed_experts") is not None:  # told whole, at the end
+            answer.routed_experts = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])), allow_pickle=False)
         if choice["weight_versions"] is not None:
             answer.spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]

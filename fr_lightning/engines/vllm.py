@@ -82,6 +82,7 @@ class _InProcess(Replica):
                         for token, position in zip(choice.token_ids, choice.logprobs, strict=True)
                     ]
                 answer.finish_reason = choice.finish_reason
+                answer.routed_experts = choice.routed_experts  # told whole, at the end
                 if choice.weight_versions is not None:
                     answer.spans = [(span.version, span.start, span.end) for span in choice.weight_versions]
         except EngineDeadError as error:

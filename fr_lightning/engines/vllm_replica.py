@@ -17,6 +17,8 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import numpy as np
+
 from fr_lightning.engines.base import Completion, EngineError, Sampling
 from fr_lightning.engines.publications import Publication
 
@@ -196,15 +198,22 @@ class Question:
 
 @dataclass
 class Answer:
-    """What came of one request, as it comes: token ids, log-probabilities, version spans, why it ended."""
+    """What came of one request, as it comes: token ids, log-probabilities, version spans, why it ended, and the routed
+    experts as vLLM has them: [R, L, k] unsigned, for prompt and sampled tokens together without the last, from
+    `routed_experts_prompt_start` on; layers without experts are 0.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     spans: Sequence[tuple[str, int, int]] | None = None  # version, first token, one past the last
     finish_reason: str | None = None
+    routed_experts: np.ndarray | None = None
 
-    def completion(self) -> Completion:
+    def completion(self, routed_prompt: int | None = None) -> Completion:
         """The engine contract's form.
+
+        Args:
+            routed_prompt: tokens at the end of the prompt whose routed experts were asked for; None: none were.
 
         Raises:
             EngineError: something the contract promises is missing.
@@ -219,8 +228,17 @@ class Answer:
             versions += [int(version)] * (stop - start)
         if len(versions) != count:
             raise EngineError(f"vLLM told the weight version of {len(versions)} of {count} tokens")
+        routes = None if routed_prompt is None else self._routes(routed_prompt + count - 1)
         # Rounding may put the log of a probability of one above zero.
-        return Completion(self.token_ids, [min(value, 0.0) for value in self.logprobs], versions, self.finish_reason)
+        logprobs = [min(value, 0.0) for value in self.logprobs]
+        return Completion(self.token_ids, logprobs, versions, self.finish_reason, routes)
+
+    def _routes(self, expected: int) -> np.ndarray:
+        if self.routed_experts is None:
+            raise EngineError("vLLM told no routed experts: start it with --enable-return-routed-experts")
+        if len(self.routed_experts) != expected:
+            raise EngineError(f"vLLM told the routed experts of {len(self.routed_experts)} of {expected} tokens")
+        return self.routed_experts.astype(np.int16)
 
 
 def request_parameters(sampling: Sampling, room: int) -> dict[str, Any]:

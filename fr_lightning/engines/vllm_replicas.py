@@ -3,6 +3,10 @@
 Invariants: a request that was accepted ends in a completion or an `EngineError`; a replica's death costs its requests a
 second try and nothing else; a replica serves only after it was given the latest publication, so that no token is ever
 drawn under older weights than its version says. One replica by itself is `vllm_replica.py`.
+
+Routed experts (`record_routes`) are vLLM's `enable_return_routed_experts`. Its "model runner V2", which they come with,
+needs Triton: what is here is written against the code of vLLM 0.32 and answers of its form, and is unproven on a GPU.
+A session's later turns ask only for what was not told (`routed_experts_prompt_start`).
 """
 
 from __future__ import annotations
@@ -207,6 +211,8 @@ class ReplicatedEngine(Engine):
             "generation_config": "vllm",  # a model's own defaults must not filter what is sampled
             "weight_transfer_config": {"backend": BACKEND if self.transport == "file" else self.transport},
         }
+        if self.record_routes:
+            arguments["enable_return_routed_experts"] = True
         kv_cache_gib = 1.0 if on_cpu and self._kv_cache_gib is None else self._kv_cache_gib
         if kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
@@ -258,14 +264,19 @@ class ReplicatedEngine(Engine):
         tokens = checked_prompt(token_ids, vocab_size=self._vocab_size, max_context=self.max_context)
         parameters = request_parameters(sampling or Sampling(), self.max_context - len(tokens))
         while True:
-            replica, salt = await self._choose(session)
+            place = await self._choose(session)
+            told = min(place.told, len(tokens)) if self.record_routes else None
+            if told is not None:
+                parameters["routed_experts_prompt_start"] = told
             try:
-                answer = await replica.generate(Question(tokens, parameters, session, salt))
+                answer = await place.replica.generate(Question(tokens, parameters, session, place.cache_salt))
             except ReplicaDied:
                 continue
             if answer.finish_reason == "abort" and self._mode.requests == "abort":
                 continue  # by an update
-            return answer.completion()
+            completion = answer.completion(None if told is None else len(tokens) - told)
+            place.told = len(tokens) + len(completion.token_ids) - 1
+            return completion
 
     async def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._raise_if_failed()
@@ -310,7 +321,7 @@ class ReplicatedEngine(Engine):
             self._failure = reason
             self._available.set()
 
-    async def _choose(self, session: str | None) -> tuple[Replica, str | None]:
+    async def _choose(self, session: str | None) -> _Session:
         """The replica that knows the session, else the one with the fewest requests, and the salt for its cache.
 
         Waits for one to serve.
@@ -329,7 +340,7 @@ class ReplicatedEngine(Engine):
             place = _Session(min(serving, key=lambda replica: replica.in_flight), salt)
             if session is not None:
                 self._sessions[session] = place
-        return place.replica, place.cache_salt
+        return place
 
     async def _supervise(self, number: int, started: asyncio.Future[None]) -> None:
         """Keep one replica running, until the engine is closed or the restarts are used up."""
@@ -372,9 +383,10 @@ class ReplicatedEngine(Engine):
                 self._serving.remove(replica)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Session:
-    """Where a conversation's keys and values are."""
+    """Where a conversation's keys and values are, and how many of its tokens' routed experts were told."""
 
     replica: Replica
     cache_salt: str | None
+    told: int = 0

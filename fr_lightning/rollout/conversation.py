@@ -12,9 +12,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fr_lightning.engines.base import Completion, EngineError
+from fr_lightning.trajectory import NO_EXPERT
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +158,8 @@ class Conversation:
     """One episode's tokens as they come: four aligned lists that only grow.
 
     `contexts` are the places in them where the policy was prompted anew.
+    Routed experts, where the engine tells of them, come a turn late for the last token of each completion: what follows
+    it is the next prompt.
     """
 
     def __init__(
@@ -174,6 +178,7 @@ class Conversation:
         self.behavior_logprobs: list[float] = []
         self.policy_versions: list[int] = []
         self.contexts: list[int] = []
+        self._routes: np.ndarray | None = None  # [R, L, k] of the first R tokens
         self.begin_anew(observation)
 
     def __len__(self) -> int:
@@ -188,11 +193,17 @@ class Conversation:
     def num_policy_tokens(self) -> int:
         return sum(self.policy_mask)
 
+    @property
+    def routed_experts(self) -> np.ndarray | None:
+        """[N, L, k] int16, `NO_EXPERT` where no engine has told yet; None: of no token at all."""
+        return None if self._routes is None else _lengthened(self._routes, len(self))
+
     def add_completion(self, completion: Completion) -> str:
         """Append what the policy sampled and return it as text.
 
         Raises:
-            EngineError: nothing was sampled, or a log-prob or version is missing.
+            EngineError: nothing was sampled, a log-prob or version is missing, or there are routes of more tokens than
+                were run.
         """
         count = len(completion.token_ids)
         if not count or len(completion.logprobs) != count or len(completion.policy_versions) != count:
@@ -208,6 +219,8 @@ class Conversation:
         self.policy_mask += [True] * count
         self.behavior_logprobs += completion.logprobs
         self.policy_versions += completion.policy_versions
+        if completion.routed_experts is not None:
+            self._add_routes(completion.routed_experts)
         return self.chat.words(completion)
 
     def add_observation(self, text: str, role: str = "user") -> None:
@@ -230,6 +243,22 @@ class Conversation:
         for column in (self.token_ids, self.policy_mask, self.behavior_logprobs, self.policy_versions):
             del column[length:]
         self.contexts = [start for start in self.contexts if start < length]
+        if self._routes is not None:
+            self._routes = self._routes[:length]
+
+    def _add_routes(self, routes: np.ndarray) -> None:
+        """Those of the last tokens but one. What a token was sent to first, when the next one was drawn, stays."""
+        start = len(self) - 1 - len(routes)
+        if start < 0:
+            raise EngineError(f"the engine told the routed experts of {len(routes)} of {len(self) - 1} tokens")
+        before = routes[:0] if self._routes is None else self._routes
+        before = _lengthened(before, max(start, len(before)))
+        self._routes = np.concatenate([before, routes[max(0, len(before) - start) :]])
+
+
+def _lengthened(routes: np.ndarray, length: int) -> np.ndarray:
+    """[R, L, k] → [length, L, k], without a record at the end."""
+    return np.pad(routes, [(0, length - len(routes)), (0, 0), (0, 0)], constant_values=NO_EXPERT)
 
 
 def _user(content: str) -> dict[str, str]:

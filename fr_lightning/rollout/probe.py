@@ -39,4 +39,5 @@ async def probe(runner: Runner, number: int, tokens: int) -> Trajectory:
         policy_versions=conversation.policy_versions,  # pyright: ignore[reportArgumentType]
         reward=0.0,
         temperature=sampling.temperature,
+        routed_experts=conversation.routed_experts,  # pyright: ignore[reportArgumentType]
     )

@@ -203,6 +203,7 @@ class Runner:
             metrics=metrics,
             timing=Timing(generate=clock.generate, env=clock.env),
             contexts=tuple(conversation.contexts),
+            routed_experts=conversation.routed_experts,  # pyright: ignore[reportArgumentType]
         )
 
     def _text(self, observation: Any, where: str) -> str:

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -22,6 +23,8 @@ from transformers import (
     MistralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     T5Config,
@@ -39,6 +42,7 @@ from fr_lightning.engines.embedded_worker import (
     load_batcher,
 )
 from fr_lightning.engines.sampling import sample
+from fr_lightning.routing import NotRouted
 
 VOCAB = 48
 CONTEXT = 512
@@ -612,3 +616,92 @@ def test_common_prefix(a, b):
     length = common_prefix(a, b)
     assert a[:length] == b[:length]
     assert length == min(len(a), len(b)) or a[length] != b[length]
+
+
+# ----------------------------------------------------------------------------------------------------- routed experts
+
+
+def make_moe(seed: int = 0):
+    """Three layers, the middle one without experts."""
+    torch.manual_seed(seed)
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
+    sizes = {**SIZES, "num_hidden_layers": 3}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, head_dim=16, norm_topk_prob=True)).eval()
+
+
+@torch.no_grad()
+def plain_routes(model, tokens: list[int]) -> torch.Tensor:
+    """[N, L, k] of one plain forward pass, by a look at what each layer's experts are given."""
+    routes = torch.full((len(tokens), 3, 2), -1)
+    handles = []
+    for number in (0, 2):
+
+        def look(module, args, number=number):
+            routes[:, number] = args[1]
+
+        handles.append(model.model.layers[number].mlp.experts.register_forward_pre_hook(look))
+    model(torch.tensor([tokens]))
+    for handle in handles:
+        handle.remove()
+    return routes
+
+
+@pytest.fixture(scope="module")
+def moe_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("moe")
+    make_moe().save_pretrained(folder)
+    return folder
+
+
+def make_recording(folder) -> Batcher:
+    return load_batcher(
+        WorkerSettings(str(folder), "float32", "cpu", CONTEXT, SLOTS, 1, False, (), record_routes=True)
+    )[0]
+
+
+def test_routes_are_those_of_a_plain_forward_pass(moe_folder):
+    batcher = make_recording(moe_folder)
+    asked = prompts(SLOTS + 3, seed=4)
+    for number, prompt in enumerate(asked):
+        batcher.add(request(number, prompt, session=str(number), max_tokens=3 + number % 5))
+    for number, completion in finish(batcher).items():
+        tokens = asked[number] + completion.token_ids
+        assert np.array_equal(completion.routed_experts, plain_routes(make_moe(), tokens[:-1]))
+
+
+def test_a_sessions_next_turn_tells_what_is_new_and_a_forgotten_one_everything(moe_folder):
+    batcher, model = make_recording(moe_folder), make_moe()
+    tokens = [1, 2, 3]
+    told = 0
+    for turn in range(4):
+        if turn == 3:
+            batcher.forget("s")
+            told = 0
+        batcher.add(request(turn, tokens, session="s", max_tokens=6))
+        completion = finish(batcher)[turn]
+        tokens = tokens + completion.token_ids
+        expected = plain_routes(model, tokens[:-1])[told:]
+        assert np.array_equal(completion.routed_experts, expected)
+        told = len(tokens) - 1
+        tokens = [*tokens, 7, 8, 9]
+
+
+def test_tokens_run_again_after_an_update_are_told_as_they_were_run_first(moe_folder):
+    batcher, old, new = make_recording(moe_folder), make_moe(), make_moe(1)
+    batcher.add(request(0, [4, 5, 6], max_tokens=12))
+    for _ in range(5):
+        batcher.step()
+    batcher.model.load_state_dict(new.state_dict())
+    batcher.weights_changed(1)
+    completion = finish(batcher)[0]
+    tokens = [4, 5, 6, *completion.token_ids][:-1]
+    routes = torch.from_numpy(completion.routed_experts).long()
+    # The last of the five tokens drawn under the old weights is run first under the new ones.
+    assert torch.equal(routes[:7], plain_routes(old, tokens)[:7])
+    assert torch.equal(routes[7:], plain_routes(new, tokens)[7:])
+    assert not torch.equal(plain_routes(old, tokens)[:7], plain_routes(new, tokens)[:7])
+
+
+def test_a_model_without_experts_has_no_routes(folders):
+    with pytest.raises(NotRouted, match="Qwen3ForCausalLM"):
+        make_recording(folders["qwen3"])

@@ -1,10 +1,13 @@
 """What only vLLM engines have: ways to take an update, a fleet."""
 
 import asyncio
+import base64
 import importlib.metadata
 import importlib.util
+import io
 import json
 
+import numpy as np
 import pytest
 import torch
 from aiohttp import web
@@ -105,6 +108,67 @@ def test_an_answer_that_breaks_the_contract_is_an_engine_error():
     ):
         with pytest.raises(EngineError):
             Answer(**{**good, **bad}).completion()
+
+
+def test_routed_experts_are_those_asked_for_or_an_engine_error():
+    good = {"token_ids": [1, 2], "logprobs": [-0.5, -0.5], "spans": [("3", 0, 2)], "finish_reason": "stop"}
+    routes = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)  # of three prompt tokens and one of the two sampled
+    found = Answer(**good, routed_experts=routes).completion(3).routed_experts
+    assert found is not None
+    assert found.dtype == np.int16
+    assert found.tolist() == routes.tolist()
+    assert Answer(**good, routed_experts=routes).completion().routed_experts is None
+    with pytest.raises(EngineError, match="--enable-return-routed-experts"):
+        Answer(**good).completion(3)
+    with pytest.raises(EngineError, match="4 of 6 tokens"):
+        Answer(**good, routed_experts=routes).completion(5)
+
+
+def test_a_server_is_asked_for_the_routes_that_are_new_and_they_arrive():
+    """A server of a few lines, in the forms of vLLM 0.32 (`numpy2base64`)."""
+    asked = []
+
+    async def generate(request):
+        body = await request.json()
+        asked.append((body["token_ids"], body["sampling_params"]["routed_experts_prompt_start"]))
+        told = range(asked[-1][1], len(asked[-1][0]) + 1)
+        buffer = io.BytesIO()
+        np.save(buffer, np.array([[[token]] for token in told], dtype=np.uint8), allow_pickle=False)
+        first = {"token_ids": [7], "logprobs": {"content": [{"logprob": -0.5}]}, "finish_reason": None}
+        last = {**first, "finish_reason": "length", "routed_experts": base64.b64encode(buffer.getvalue()).decode()}
+        events = [
+            {**first, "weight_versions": None, "routed_experts": None},
+            {**last, "weight_versions": [{"version": "0", "start": 0, "end": 2}]},
+        ]
+        lines = [f"data: {json.dumps({'choices': [event]})}\n\n" for event in events]
+        return web.Response(text="".join(lines) + "data: [DONE]\n\n")
+
+    async def well(request):
+        return web.Response()
+
+    async def play():
+        application = web.Application()
+        application.add_routes(
+            [
+                web.post("/inference/v1/generate", generate),
+                web.get("/health", well),
+                web.post("/update_weight_version", well),
+            ]
+        )
+        async with TestServer(application) as fake:
+            engine = VLLMServers(model="embedded", urls=[str(fake.make_url(""))])
+            engine.record_routes = True
+            await engine.start()
+            try:
+                first = await engine.generate([1, 2, 3], session="s")
+                second = await engine.generate([1, 2, 3, 7, 7, 4], session="s")
+                other = await engine.generate([1, 2])
+            finally:
+                await engine.close()
+            return [completion.routed_experts.flatten().tolist() for completion in (first, second, other)]
+
+    assert asyncio.run(play()) == [[0, 1, 2, 3], [4, 5, 6], [0, 1, 2]]
+    assert asked == [([1, 2, 3], 0), ([1, 2, 3, 7, 7, 4], 4), ([1, 2], 0)]
 
 
 def test_requests_never_ask_for_more_than_the_context_holds():

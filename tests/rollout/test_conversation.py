@@ -1,7 +1,9 @@
 """Token-exact conversations, under templates of several habits."""
 
+import dataclasses
 import logging
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -172,3 +174,44 @@ def test_a_long_observation_gives_way_in_its_middle(chat):
     assert len(chat.tokenizer(before)["input_ids"]) == len(chat.tokenizer(after)["input_ids"]) == 10
     assert chat.shortened(text, count) == text
     assert chat.shortened("", 1) == ""
+
+
+def routes_of(positions: range, mark: int = 0) -> np.ndarray:
+    """[tokens, 1, 1]: each token's position, and who told."""
+    return np.array([[[position + mark]] for position in positions], dtype=np.int16)
+
+
+def test_routed_experts_come_by_turns_and_the_first_to_tell_is_right():
+    chat = with_template(CHATML)
+    talk = Conversation(chat, "one")
+    assert talk.routed_experts is None
+    first = len(talk)
+    talk.add_completion(sampled(chat, "two"))
+    assert talk.routed_experts is None  # of an engine that does not tell
+    talk = Conversation(chat, "one")
+
+    def add(told_from: int, mark: int) -> None:
+        answer = sampled(chat, "two")
+        told = routes_of(range(told_from, len(talk) + len(answer.token_ids) - 1), mark)
+        talk.add_completion(dataclasses.replace(answer, routed_experts=told))
+
+    add(0, 0)
+    one_turn = len(talk)
+    assert talk.routed_experts.flatten().tolist() == [*range(one_turn - 1), -1]
+    talk.add_observation("three")
+    assert talk.routed_experts.flatten().tolist()[one_turn - 1 :] == [-1] * (len(talk) - one_turn + 1)
+    add(one_turn - 1, 1000)  # what is new, the first turn's last token included
+    two_turns = len(talk)
+    talk.add_observation("three")
+    add(0, 5000)  # everything again: an update had emptied the cache
+    third = [*range(one_turn - 1), *range(one_turn + 999, two_turns + 999)]
+    expected = [*third, *range(two_turns + 4999, len(talk) + 4999), -1]
+    assert talk.routed_experts.flatten().tolist() == expected
+    talk.cut(first + 1)
+    assert talk.routed_experts.flatten().tolist() == expected[: first + 1]
+    gap = Conversation(chat, "one")
+    answer = sampled(chat, "two")
+    gap.add_completion(dataclasses.replace(answer, routed_experts=routes_of(range(7, 9))))
+    assert gap.routed_experts.flatten().tolist() == [-1] * (len(gap) - 3) + [7, 8, -1]
+    with pytest.raises(EngineError, match="routed experts"):
+        gap.add_completion(dataclasses.replace(answer, routed_experts=routes_of(range(100))))

@@ -18,6 +18,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from fr_lightning.logprobs import token_logprobs
+from fr_lightning.lora import Lora, adapt
 from fr_lightning.models import load_causal_lm
 from fr_lightning.trajectory import PaddedRows
 
@@ -44,6 +45,7 @@ class PolicyConfig:
             with 49,152 tokens of vocabulary.
         trust_remote_code: run Python code that comes with the model.
         compile: `torch.compile` the decoder.
+        lora: train low-rank adapters and leave the model's own weights as they are; null: train those.
     """
 
     name: str = "embedded"
@@ -54,6 +56,7 @@ class PolicyConfig:
     chunk_tokens: int = 128
     trust_remote_code: bool = False
     compile: bool = False
+    lora: Lora | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in get_args(Dtype):
@@ -101,6 +104,8 @@ class Policy(nn.Module):
         if next(model.parameters()).device.type != "meta":  # there is nothing to compute with yet
             self._check_head()
             self._can_pack = self._rows_stay_apart()
+        if config.lora is not None:
+            adapt(model, config.lora)
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if config.compile:
@@ -150,6 +155,7 @@ class Policy(nn.Module):
         """What an engine needs after an update: each parameter once, by its name in the Hugging Face model.
 
         A head tied to the embeddings comes once, as the embeddings. Under FSDP2 the tensors are sharded (DTensor).
+        Adapters (`lora`) are still beside the weights that they belong to; `fr_lightning.lora.merged` puts them in.
         """
         return self.model.named_parameters(remove_duplicate=True)
 

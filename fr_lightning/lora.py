@@ -58,7 +58,8 @@ class Lora:
 
 
 def adapt(model: PreTrainedModel, lora: Lora) -> None:
-    """Freeze the model and give its layers adapters that change nothing yet (B = 0); A is drawn from torch's generator.
+    """Freeze the model and give its layers adapters that change nothing yet (B = 0). A is drawn by torch's seed alone,
+    so that all ranks, and a run of one process, begin with the same.
 
     Adapters are in float32 where the model is in half precision: steps of training are small beside their weights. They
     are on the CPU, and real, where the model's own weights are still on `meta`.
@@ -87,11 +88,14 @@ def adapt(model: PreTrainedModel, lora: Lora) -> None:
             raise NoSuchLayer(
                 f"model.policy.lora.target_modules matches {name}: only linear layers but the head can be adapted"
             )
-        weight = base.weight
-        dtype = torch.float32 if weight.dtype in (torch.float16, torch.bfloat16) else weight.dtype
-        for part in (layer.lora_A, layer.lora_B):
-            part.to_empty(device="cpu" if weight.is_meta else weight.device).to(dtype)
-        layer.reset_lora_parameters(_ADAPTER, init_lora_weights=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch.initial_seed())
+        for layer in adapters.values():
+            weight: Any = layer.get_base_layer().weight
+            dtype = torch.float32 if weight.dtype in (torch.float16, torch.bfloat16) else weight.dtype
+            for part in (layer.lora_A, layer.lora_B):
+                part.to_empty(device="cpu" if weight.is_meta else weight.device).to(dtype)
+            layer.reset_lora_parameters(_ADAPTER, init_lora_weights=True)
 
 
 @torch.no_grad()

@@ -28,10 +28,11 @@ from fr_lightning.loaders import PlayedEpisodes
 from fr_lightning.lora import check_installed, merged
 from fr_lightning.objective import ImportanceRatio, Objective, policy_loss
 from fr_lightning.packing import micro_batches
-from fr_lightning.parallel import FailedRank, gather_objects, over_ranks, shard, share_evenly
+from fr_lightning.parallel import FailedRank, gather_objects, over_ranks, share_evenly
 from fr_lightning.policy import Policy, PolicyConfig
 from fr_lightning.rollout.ledger import ResumeRefused
 from fr_lightning.rollout.runner import EpisodeFailed
+from fr_lightning.sharding import sharded_policy
 from fr_lightning.trajectory import Trajectory, TrajectoryBatch
 from fr_lightning.weights import whole_tensors
 
@@ -117,11 +118,14 @@ class FlashReinforce(pl.LightningModule):
         return self.policy_config.name
 
     def configure_model(self) -> None:
-        if self.policy is None:
+        if self.policy is not None:
+            return
+        mesh = self.device_mesh  # of Lightning's ModelParallelStrategy
+        if mesh is None:
             self.policy = Policy(self.policy_config)
-            mesh = self.device_mesh  # of Lightning's ModelParallelStrategy
-            if mesh is not None:
-                shard(self.policy, mesh["data_parallel"])
+        else:
+            offload = getattr(self.trainer.strategy, "offload", False)
+            self.policy = sharded_policy(self.policy_config, mesh["data_parallel"], offload=offload)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         return [FailedRank(), Interruption()]

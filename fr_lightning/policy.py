@@ -8,6 +8,7 @@ included, is used inside `forward`, as FSDP2 needs.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -44,7 +45,7 @@ class PolicyConfig:
         chunk_tokens: how many tokens' logits exist at a time. 128 was fastest or near it of 32 to 1,024 on a CPU
             with 49,152 tokens of vocabulary.
         trust_remote_code: run Python code that comes with the model.
-        compile: `torch.compile` the decoder.
+        compile: `torch.compile` the decoder's layers.
         lora: train low-rank adapters and leave the model's own weights as they are; null: train those.
     """
 
@@ -101,15 +102,40 @@ class Policy(nn.Module):
         self._can_pack = True
         _remove_dropout(model)
         self.train()
-        if next(model.parameters()).device.type != "meta":  # there is nothing to compute with yet
-            self._check_head()
-            self._can_pack = self._rows_stay_apart()
+        if not next(model.parameters()).is_meta:  # there is something to compute with
+            self.verify()
         if config.lora is not None:
             adapt(model, config.lora)
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if config.compile:
-            self._decoder.compile(dynamic=True)
+        if config.compile:  # layer by layer: their code is one, and FSDP2 gathers between them
+            for layer in self.layers:
+                layer.compile(dynamic=True)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder's.
+
+        Raises:
+            ValueError: it has none that can be told apart.
+        """
+        lists = [module for module in self._decoder.children() if isinstance(module, nn.ModuleList)]
+        if not lists:
+            raise ValueError(
+                f"{type(self._decoder).__name__} has no list of layers: it can be neither sharded nor compiled"
+            )
+        return max(lists, key=len)
+
+    def verify(self) -> None:
+        """Run a few tokens through the model, to see that it is one that this class computes rightly. For a model on
+        `meta` it is left to whoever gives it its weights. Computes with all parameters, as `forward` does.
+
+        Raises:
+            ValueError: the model's logits are not those of its head alone.
+        """
+        with torch.compiler.set_stance("force_eager") if self.config.compile else contextlib.nullcontext():
+            self._check_head()
+            self._can_pack = self._rows_stay_apart()
 
     @property
     def packed(self) -> bool:

@@ -97,6 +97,7 @@ def _lightning(arguments: list[str]) -> int:
     from fr_lightning.engines.base import EngineError
     from fr_lightning.envs.base import NotReady
     from fr_lightning.interruption import by_hand, exit_code
+    from fr_lightning.lora import NoSuchLayer
     from fr_lightning.models import ModelNotFound
     from fr_lightning.rollout.ledger import ResumeRefused
     from fr_lightning.rollout.pool import PoolFailed
@@ -108,7 +109,7 @@ def _lightning(arguments: list[str]) -> int:
     sys.argv = [sys.argv[0], *_resolve_configs(arguments)]
     clear = (
         WrongSetting, NoCheckpoint, ResumeRefused, Unsaved, ModelNotFound, NotReady, Disagreement, PoolFailed,
-        EngineError, FloatingPointError,
+        EngineError, FloatingPointError, NoSuchLayer,
     )  # fmt: skip
     try:
         FlashCLI.run()
@@ -175,10 +176,11 @@ def _export(arguments: list[str]) -> int:
     parser.add_argument("--checkpoint", required=True, help="a .ckpt file of fr-lightning fit")
     parser.add_argument("--model", required=True, help="the model the run began with: name, folder or GGUF file")
     parser.add_argument("--output", required=True, help="folder to write; must not exist yet")
+    parser.add_argument("--adapter", action="store_true", help="of a LoRA run: the adapter alone, in peft's format")
     chosen = parser.parse_args(arguments)
     from fr_lightning.export import export
 
-    return export(chosen.checkpoint, chosen.model, chosen.output)
+    return export(chosen.checkpoint, chosen.model, chosen.output, adapter=chosen.adapter)
 
 
 def _warm_start(arguments: list[str]) -> int:

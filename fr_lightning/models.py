@@ -20,7 +20,14 @@ from filelock import FileLock
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 _ASSETS = Path(__file__).parent / "assets"
 EMBEDDED = {
@@ -112,6 +119,32 @@ def load_causal_lm(
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def empty_causal_lm(
+    name: str, dtype: torch.dtype = torch.float32, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model as `load_causal_lm` builds it, but with its parameters on `meta`: they take no memory yet.
+
+    Buffers are on the CPU. Those that no file holds (the frequencies of rotary embeddings, say) have their values, by
+    transformers' own initialisation; the others are still to be read.
+    """
+    folder = resolve_model(name, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    computed = []
+    for module in model.modules():
+        for buffer, value in module.named_buffers(recurse=False):
+            fresh = module._buffers[buffer] = torch.zeros_like(value, device="cpu")
+            if buffer in module._non_persistent_buffers_set:
+                module._is_hf_initialized = False  # pyright: ignore[reportArgumentType] (transformers' own mark)
+                if fresh.is_floating_point():
+                    computed.append(fresh.fill_(torch.nan))  # shows below if it is left out
+    model.initialize_weights()
+    if any(buffer.isnan().any() for buffer in computed):
+        raise ValueError(f"{name} has buffers that neither its files hold nor transformers computes: use strategy ddp")
+    return model
 
 
 def _checked(folder: Path) -> str:

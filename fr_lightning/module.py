@@ -8,6 +8,7 @@ version is the number of optimizer steps made.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,12 +25,14 @@ from fr_lightning.checkpoints import make_checkpoints_survive
 from fr_lightning.evaluation import Evaluation, Outcome, evaluate
 from fr_lightning.interruption import Interruption
 from fr_lightning.loaders import PlayedEpisodes
+from fr_lightning.lora import check_installed, merged
 from fr_lightning.objective import ImportanceRatio, Objective, policy_loss
 from fr_lightning.packing import micro_batches
-from fr_lightning.parallel import FailedRank, gather_objects, over_ranks, shard, share_evenly
+from fr_lightning.parallel import FailedRank, gather_objects, over_ranks, share_evenly
 from fr_lightning.policy import Policy, PolicyConfig
 from fr_lightning.rollout.ledger import ResumeRefused
 from fr_lightning.rollout.runner import EpisodeFailed
+from fr_lightning.sharding import sharded_policy
 from fr_lightning.trajectory import Trajectory, TrajectoryBatch
 from fr_lightning.weights import whole_tensors
 
@@ -91,6 +94,8 @@ class FlashReinforce(pl.LightningModule):
         super().__init__()
         if max_tokens_per_micro_batch < 1 or updates_per_batch < 1:
             raise ValueError("model.max_tokens_per_micro_batch and model.updates_per_batch must be ≥ 1")
+        if policy.lora is not None:
+            check_installed()
         self.automatic_optimization = False
         self.policy_config = policy
         self.objective = objective
@@ -118,11 +123,14 @@ class FlashReinforce(pl.LightningModule):
         return self.policy_config.routing_replay
 
     def configure_model(self) -> None:
-        if self.policy is None:
+        if self.policy is not None:
+            return
+        mesh = self.device_mesh  # of Lightning's ModelParallelStrategy
+        if mesh is None:
             self.policy = Policy(self.policy_config)
-            mesh = self.device_mesh  # of Lightning's ModelParallelStrategy
-            if mesh is not None:
-                shard(self.policy, mesh["data_parallel"])
+        else:
+            offload = getattr(self.trainer.strategy, "offload", False)
+            self.policy = sharded_policy(self.policy_config, mesh["data_parallel"], offload=offload)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         return [FailedRank(), Interruption()]
@@ -131,15 +139,21 @@ class FlashReinforce(pl.LightningModule):
         make_checkpoints_survive(self.trainer)
 
     def configure_optimizers(self) -> Any:
-        optimizer = self._make_optimizer(self.parameters())
+        optimizer = self._make_optimizer([one for one in self.parameters() if one.requires_grad])
         if self._make_scheduler is None:
             return optimizer
         return [optimizer], [self._make_scheduler(optimizer)]
 
     def published_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters by their names in the Hugging Face model, one at a time; collective across ranks."""
+        """Whole parameters by their names in the Hugging Face model, one at a time; collective across ranks.
+
+        Adapters are merged into the weights they belong to. All parameters come, frozen ones too: an engine takes a
+        whole set or none, so that one that starts anew needs nothing but the latest.
+        """
         assert self.policy is not None
-        return whole_tensors(self.policy.named_published_parameters())
+        whole = whole_tensors(self.policy.named_published_parameters())
+        lora = self.policy_config.lora
+        return whole if lora is None else merged(whole, lora.scale)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -338,20 +352,26 @@ class FlashReinforce(pl.LightningModule):
             ResumeRefused: the checkpoint is of another model.
         """
         now = self._policy_facts()
-        for name, then in checkpoint["policy"].items():
+        for name, then in ({"lora": None} | checkpoint["policy"]).items():
             if then != now[name] and name != "name":
                 raise ResumeRefused(
                     f"the checkpoint is of a policy with {name} {then}, this run's has {now[name]}: set "
-                    f"model.policy.name to the model it began with ({checkpoint['policy']['name']})"
+                    + (
+                        "model.policy.lora to what it began with"
+                        if name == "lora"
+                        else f"model.policy.name to the model it began with ({checkpoint['policy']['name']})"
+                    )
                 )
         self.policy_version = checkpoint["policy_version"]
 
     def _policy_facts(self) -> dict[str, Any]:
         assert self.policy is not None
+        lora = self.policy_config.lora
         return {
             "name": self.policy_config.name,
             "architecture": type(self.policy.model).__name__,
             "parameters": sum(parameter.numel() for parameter in self.policy.parameters()),
+            "lora": None if lora is None else dataclasses.asdict(lora),
         }
 
 

@@ -1,7 +1,6 @@
-"""What several ranks need of each other: the policy sharded over them, objects gathered, a failure that ends them all.
+"""What several ranks need of each other: a strategy, objects gathered, work shared, a failure that ends them all.
 
-Invariant: with one rank, everything here leaves things as they are. Sharding is applied to the policy itself, whose
-`forward` is what the learner calls and where every parameter is used; names and values of parameters do not change.
+Invariant: with one rank, everything here leaves things as they are.
 """
 
 from __future__ import annotations
@@ -16,12 +15,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 from fr_lightning.packing import balanced_parts
-from fr_lightning.policy import Policy
 from fr_lightning.trajectory import TrajectoryBatch
 
 T = TypeVar("T")
@@ -40,6 +35,8 @@ class FSDP2(ModelParallelStrategy):
         save_distributed_checkpoint: a folder that every rank writes its part of, or one whole file.
         process_group_backend: null: `nccl` on GPUs, `gloo` on CPUs.
         timeout: seconds until a rank that waits for a lost one gives up.
+        offload: keep weights, gradients and optimizer states in host memory. The optimizer then computes on the CPU,
+            and each layer's weights come to the device when it is their turn. Not yet run on a GPU.
     """
 
     def __init__(
@@ -47,6 +44,7 @@ class FSDP2(ModelParallelStrategy):
         save_distributed_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout: float = 600.0,
+        offload: bool = False,
     ):
         super().__init__(
             tensor_parallel_size=1,
@@ -54,10 +52,23 @@ class FSDP2(ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timedelta(seconds=timeout),
         )
+        self.offload = offload
 
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
+
+    def model_to_device(self) -> None:
+        if self.offload:  # buffers are there already; what is on the CPU shall stay there, but batches go to the device
+            assert self.lightning_module is not None
+            self.lightning_module._device = self.root_device
+        else:
+            super().model_to_device()
+
+    def _get_process_group_backend(self) -> str:
+        chosen = super()._get_process_group_backend()
+        # norms, checkpoints and publications gather what lies in host memory
+        return "cpu:gloo,cuda:nccl" if self.offload and chosen == "nccl" else chosen
 
 
 class FailedRank(pl.Callback):
@@ -119,26 +130,3 @@ def over_ranks(values: Mapping[str, float], weight: float = 1.0) -> dict[str, fl
         else:
             merged[name] = sum(value * w for value, w in found) / sum(w for _, w in found)
     return merged
-
-
-def shard(policy: Policy, mesh: DeviceMesh) -> None:
-    """Shard each decoder layer by itself, so that one layer at a time is whole, and the rest (embeddings, head, final
-    norm) as the root.
-
-    Args:
-        policy: with all its parameters in place; changed.
-        mesh: one-dimensional, over the ranks that share a copy of the policy.
-
-    Raises:
-        ValueError: the model's decoder is not a list of layers.
-    """
-    for layer in _layers(policy.model.get_decoder()):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(policy, mesh=mesh)
-
-
-def _layers(decoder: nn.Module) -> nn.ModuleList:
-    lists = [module for module in decoder.children() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        raise ValueError(f"{type(decoder).__name__} has no list of layers to shard: use strategy ddp")
-    return max(lists, key=len)

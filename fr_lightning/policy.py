@@ -8,8 +8,8 @@ included, is used inside `forward`, as FSDP2 needs.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -19,6 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from fr_lightning.logprobs import token_logprobs
+from fr_lightning.lora import Lora, adapt
 from fr_lightning.models import load_causal_lm
 from fr_lightning.routing import ExpertRouting
 from fr_lightning.trajectory import NO_EXPERT, PaddedRows
@@ -46,9 +47,10 @@ class PolicyConfig:
         chunk_tokens: how many tokens' logits exist at a time. 128 was fastest or near it of 32 to 1,024 on a CPU
             with 49,152 tokens of vocabulary.
         trust_remote_code: run Python code that comes with the model.
-        compile: `torch.compile` the decoder.
+        compile: `torch.compile` the decoder's layers.
         routing_replay: of a mixture of experts, send each token to the experts that the rollout engine sent it to (R3);
             the engine records them then.
+        lora: train low-rank adapters and leave the model's own weights as they are; null: train those.
     """
 
     name: str = "embedded"
@@ -60,6 +62,7 @@ class PolicyConfig:
     trust_remote_code: bool = False
     compile: bool = False
     routing_replay: bool = False
+    lora: Lora | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in get_args(Dtype):
@@ -107,17 +110,46 @@ class Policy(nn.Module):
         self._routing = ExpertRouting(model) if config.routing_replay else None
         _remove_dropout(model)
         self.train()
-        if next(model.parameters()).device.type != "meta":  # there is nothing to compute with yet
-            with nullcontext() if self._routing is None else self._routing.record():  # refuses what it cannot replay
-                self._check_head()
-            self._can_pack = self._rows_stay_apart()
+        if not next(model.parameters()).is_meta:  # there is something to compute with
+            self.verify()
+        if config.lora is not None:
+            adapt(model, config.lora)
         if config.activation_checkpointing:
             options: dict[str, Any] = {"use_reentrant": False}
             if self._routing is not None:
                 options["context_fn"] = self._routing.checkpoint_contexts
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-        if config.compile:
-            self._decoder.compile(dynamic=True)
+        if config.compile:  # layer by layer: their code is one, and FSDP2 gathers between them
+            for layer in self.layers:
+                layer.compile(dynamic=True)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder's.
+
+        Raises:
+            ValueError: it has none that can be told apart.
+        """
+        lists = [module for module in self._decoder.children() if isinstance(module, nn.ModuleList)]
+        if not lists:
+            raise ValueError(
+                f"{type(self._decoder).__name__} has no list of layers: it can be neither sharded nor compiled"
+            )
+        return max(lists, key=len)
+
+    def verify(self) -> None:
+        """Run a few tokens through the model, to see that it is one that this class computes rightly. For a model on
+        `meta` it is left to whoever gives it its weights. Computes with all parameters, as `forward` does.
+
+        Raises:
+            ValueError: the model's logits are not those of its head alone.
+        """
+        with torch.compiler.set_stance("force_eager") if self.config.compile else contextlib.nullcontext():
+            with (
+                contextlib.nullcontext() if self._routing is None else self._routing.record()
+            ):  # what cannot be is refused
+                self._check_head()
+            self._can_pack = self._rows_stay_apart()
 
     @property
     def packed(self) -> bool:
@@ -164,6 +196,7 @@ class Policy(nn.Module):
         """What an engine needs after an update: each parameter once, by its name in the Hugging Face model.
 
         A head tied to the embeddings comes once, as the embeddings. Under FSDP2 the tensors are sharded (DTensor).
+        Adapters (`lora`) are still beside the weights that they belong to; `fr_lightning.lora.merged` puts them in.
         """
         return self.model.named_parameters(remove_duplicate=True)
 
@@ -194,7 +227,7 @@ class Policy(nn.Module):
         """Last hidden states of the rows' tokens, and their routes replayed, both arranged by a function of columns
         [b, N, …] and a filling.
         """
-        replay: AbstractContextManager[None] = nullcontext()
+        replay: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._routing is not None:
             if rows.routed_experts is None:
                 raise ValueError(

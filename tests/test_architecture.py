@@ -70,12 +70,8 @@ def test_rollouts_engines_and_policy_do_not_know_the_learner():
     assert not offenders(core("rollout"), "trajectory", "engines.base", "rollout")
     assert not offenders(core("engines"), "trajectory", "engines", "models", "routing", "rollout.conversation")
     assert not offenders(
-        core("policy.py", "logprobs.py", "models.py", "routing.py", "weights.py"),
-        "trajectory",
-        "models",
-        "logprobs",
-        "routing",
-        "policy",
+        core("policy.py", "logprobs.py", "lora.py", "models.py", "routing.py", "weights.py"),
+        *("trajectory", "models", "logprobs", "lora", "routing", "policy"),
     )
 
 

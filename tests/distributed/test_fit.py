@@ -129,6 +129,33 @@ def test_two_ranks_make_the_run_of_one_and_go_on_from_its_checkpoint(tiny_model,
     assert all(torch.equal(saved[f"policy.model.{name}"], weight) for name, weight in weights.items())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_adapters_make_the_same_run_on_two_ranks_go_on_and_are_merged(tiny_model, tmp_path, strategy):
+    options = ["--config", str(OVERLAYS / "lora.yaml"), "--model.policy.lora.rank", "4"]
+    one, two, again = (tmp_path / name for name in ("one", "two", "again"))
+    finished(launch(tiny_model, one, options=options))
+    finished(launch(tiny_model, two, strategy=strategy, options=options))
+    assert max(column(one, "train/gradient_norm")) > 0
+    assert column(two, "train/gradient_norm") == pytest.approx(column(one, "train/gradient_norm"), rel=1e-3, abs=1e-6)
+
+    checkpoint = next(path for path in (two / "saved").iterdir() if "step=2" in path.name)
+    finished(launch(tiny_model, again, strategy=strategy, options=[*options, "--ckpt_path", str(checkpoint)]))
+    assert column(again, "train/gradient_norm") == pytest.approx(column(two, "train/gradient_norm")[2:], rel=1e-5)
+
+    weights = []
+    for folder in (one, two):
+        last = next(path for path in (folder / "saved").iterdir() if "step=4" in path.name)
+        command = ["export", "--checkpoint", str(last), "--model", tiny_model, "--output", str(folder / "exported")]
+        subprocess.run([sys.executable, "-m", "fr_lightning.cli", *command], check=True, timeout=100)
+        weights.append(dict(AutoModelForCausalLM.from_pretrained(folder / "exported").named_parameters()))
+    before = dict(AutoModelForCausalLM.from_pretrained(tiny_model).named_parameters())
+    assert weights[0].keys() == before.keys()
+    for name, weight in weights[1].items():
+        torch.testing.assert_close(weight, weights[0][name], rtol=1e-3, atol=1e-4)
+        assert torch.equal(weight, before[name]) == ("norm" in name or "embed" in name), name
+
+
 @pytest.mark.parametrize(
     ("strategy", "mode"), [("ddp", "async"), pytest.param("fsdp2", "sync", marks=pytest.mark.slow)]
 )

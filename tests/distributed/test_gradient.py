@@ -8,10 +8,10 @@ import pytest
 import torch
 
 
-def gradients(folder, model, *, strategy="auto", ranks=1, dtype="float64"):
+def gradients(folder, model, *options, strategy="auto", ranks=1, dtype="float64"):
     """By variant and micro-batching, from a run of `ranks` processes."""
     output = folder / f"{strategy}-{ranks}-{dtype}.pt"
-    arguments = ["--model", model, "--strategy", strategy, "--ranks", str(ranks), "--dtype", dtype]
+    arguments = ["--model", model, "--strategy", strategy, "--ranks", str(ranks), "--dtype", dtype, *options]
     launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m"] if ranks > 1 else []
     done = subprocess.run(
         [sys.executable, "-m", *launcher, "tests.distributed.one_update", *arguments, "--output", str(output)],
@@ -28,8 +28,7 @@ def alone(tiny_model, tmp_path_factory):
 
 
 def assert_equal(found, alone, tolerance):
-    names = {name for name, _ in alone}
-    for name in names:
+    for name in {name for name, _ in found}:
         reference = alone[name, 0]
         assert reference.norm() > 0, name
         for (variant, number), gradient in found.items():
@@ -47,6 +46,15 @@ def test_one_process_agrees_with_itself_over_micro_batches_and_orders(alone):
 )
 def test_ranks_together_make_the_gradient_of_one_process(tiny_model, tmp_path, alone, strategy, ranks):
     assert_equal(gradients(tmp_path, tiny_model, strategy=strategy, ranks=ranks), alone, 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_compiled_layers_make_it_too(tiny_model, tmp_path, alone, strategy):
+    found = gradients(tmp_path, tiny_model, "--compile", strategy=strategy, ranks=2)
+    assert_equal(
+        found, alone, 1e-6
+    )  # the model computes its norms in float32, and rounds otherwise where they are fused
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ class Phase:
     learning_rate: float
 
 
-PHASES = (Phase(1.0, 3000, 500, 2e-3), Phase(0.4, 800, 60, 5e-4))
+PHASES = (Phase(1.0, 3000, 500, 2e-3), Phase(0.7, 700, 110, 1e-3))
 """First taught well, then led astray."""
 
 

@@ -60,7 +60,8 @@ class RolloutDataModule(pl.LightningDataModule):
         max_queued: completed trajectories that may wait for the learner before no further episode starts, on each rank;
             null: its share of B.
         lag: how stale a trajectory may be when it is trained on.
-        sampling: how tokens are drawn. Training needs the full distribution: no top-p, top-k or min-p.
+        sampling: how tokens are drawn, and what ends a turn beside the chat template's end-of-turn token: `max_tokens`,
+            and `stop`, strings such as ["</answer>"]. Training needs the full distribution: no top-p, top-k or min-p.
         limits: where an episode is cut off.
         rollouts_per_task: how often each task is played in a row; above 1 only for the `group` baseline.
         retry: what happens to episodes that fail.

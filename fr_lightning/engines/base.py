@@ -35,6 +35,8 @@ class Sampling:
         top_p, top_k, min_p: nucleus, top-k (0: off) and min-p filters, for evaluation only.
         max_tokens: most tokens to draw in one call.
         stop_token_ids: drawing one of these ends the turn; it is kept as the turn's last token.
+        stop: strings that end the turn once its text holds one of them, special tokens counting as they are written.
+            The token that completes the string is kept, whole, as the turn's last.
         seed: of this request alone, so that equal requests draw equal tokens whatever else is in flight; None: fresh.
     """
 
@@ -44,6 +46,7 @@ class Sampling:
     min_p: float = 0.0
     max_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -53,6 +56,8 @@ class Sampling:
             raise ValueError(f"need 0 < top_p ≤ 1, top_k ≥ 0, 0 ≤ min_p < 1; got {self}")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be ≥ 1, got {self.max_tokens}")
+        if isinstance(self.stop, str) or not all(isinstance(string, str) and string for string in self.stop):
+            raise ValueError(f"stop must be a tuple of strings, none of them empty, got {self.stop!r}")
 
     @property
     def full_support(self) -> bool:

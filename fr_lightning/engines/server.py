@@ -48,9 +48,9 @@ class VLLMServers(ReplicatedEngine):
     """Generates on any number of vLLM servers; a conversation stays on one, for its prefix cache, while that lives.
 
     A server elsewhere must be started with this package installed beside vLLM, for its weight transfer, as
-    `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --tokens-only --logprobs-mode processed_logprobs --generation-config vllm
-    --weight-transfer-config '{"backend": "fr_lightning"}'`, with the `dtype` and `max_context` given here. Its control
-    routes are open to whoever reaches it: keep it on a network of your own.
+    `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs --generation-config
+    vllm --weight-transfer-config '{"backend": "fr_lightning"}'`, with the `dtype` and `max_context` given here. Its
+    control routes are open to whoever reaches it: keep it on a network of your own.
 
     Args:
         servers: how many to start on this machine.
@@ -212,8 +212,7 @@ class _LocalServer(_Server):
     async def start(self) -> None:
         on_cpu = not torch.cuda.is_available()
         arguments = self._engine.vllm_arguments(on_cpu=on_cpu)
-        arguments.pop("skip_tokenizer_init")
-        arguments |= {"tokens_only": True, "host": "127.0.0.1", "port": self.url.rpartition(":")[2]}
+        arguments |= {"enable_scale_out": True, "host": "127.0.0.1", "port": self.url.rpartition(":")[2]}
         arguments |= {"uvicorn_log_level": "warning", "disable_log_stats": True}
         environment = {
             **os.environ,

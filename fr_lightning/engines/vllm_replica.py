@@ -226,7 +226,8 @@ class Answer:
 def request_parameters(sampling: Sampling, room: int) -> dict[str, Any]:
     """Fields of vLLM's `SamplingParams`. `room`: tokens the context still holds.
 
-    Only the token ids asked for end a turn (`ignore_eos`), and text is never made (`detokenize`).
+    Only what was asked for ends a turn (`ignore_eos`). Text is made (`detokenize`) only to find stop strings in it;
+    `include_stop_str_in_output` keeps the token that completes one.
     """
     return {
         "temperature": sampling.temperature,
@@ -236,9 +237,12 @@ def request_parameters(sampling: Sampling, room: int) -> dict[str, Any]:
         "seed": sampling.seed,
         "max_tokens": min(sampling.max_tokens, room),
         "stop_token_ids": list(sampling.stop_token_ids),
+        "stop": list(sampling.stop),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
         "ignore_eos": True,
         "logprobs": 0,  # of the sampled token alone
-        "detokenize": False,
+        "detokenize": bool(sampling.stop),
         "stream_interval": STREAM_INTERVAL,
     }
 

@@ -200,7 +200,6 @@ class ReplicatedEngine(Engine):
             "dtype": self.dtype,
             "max_model_len": self.max_context,
             "max_num_seqs": self.max_sequences,
-            "skip_tokenizer_init": True,
             "enable_prefix_caching": True,
             "seed": random.SystemRandom().getrandbits(31),  # replicas must not sample unseeded requests alike
             "logprobs_mode": "processed_logprobs",

@@ -73,14 +73,19 @@ class ChatFormat:
         messages = [{**message, "content": self._harmless(message["content"])} for message in messages]
         return self._encode(self._render(messages, tools=tools, add_generation_prompt=True))
 
-    def continuation(self, last_token: int, text: str, role: str = "user") -> list[int]:
-        """Token ids from the end of the policy's turn to the start of its next one, around an observation."""
+    def continuation(self, turn: Sequence[int], text: str, role: str = "user") -> list[int]:
+        """Token ids from the end of the policy's turn to the start of its next one, around an observation.
+
+        What the policy has written of that itself is not written again: the token that ends a turn or, of a template
+        that ends turns by plain text, as much of it as the turn ends with (a stop string, mostly).
+        """
         role = self._roles.get(role) or self._supported_role(role)
-        written = self._after_mark({"role": role, "content": self._harmless(text)})
+        text = self._harmless(text)
+        written = self._after_mark({"role": role, "content": text})
+        if self._end_of_turn is None:
+            return self._encode(written[self._already_said(turn, written.partition(text or "\0")[0]) :])
         ids = self._encode(written)
-        if self._end_of_turn is not None and last_token == self._end_of_turn:
-            return ids[1:]  # the policy has written the end of its turn itself
-        return ids
+        return ids[1:] if turn[-1] == self._end_of_turn else ids
 
     def words(self, completion: Completion) -> str:
         """What the policy wrote, as text for the environment (the token that ended the turn left out)."""
@@ -100,6 +105,11 @@ class ChatFormat:
         head, tail = (max_tokens + 1) // 2, max_tokens // 2
         before, after = (self.tokenizer.decode(part) for part in (ids[:head], ids[len(ids) - tail :]))
         return f"{before}\n[{len(ids) - head - tail} tokens left out]\n{after}"
+
+    def _already_said(self, turn: Sequence[int], opening: str) -> int:
+        """How much of the template's words before an observation the policy's turn ends with, in characters."""
+        said = str(self.tokenizer.decode(list(turn), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return next(count for count in range(len(opening), -1, -1) if said.endswith(opening[:count]))
 
     def _after_mark(self, message: Mapping[str, Any]) -> str:
         rendered = self._render(
@@ -168,6 +178,7 @@ class Conversation:
         self.policy_mask: list[bool] = [False] * len(self.token_ids)
         self.behavior_logprobs: list[float] = [0.0] * len(self.token_ids)
         self.policy_versions: list[int] = [-1] * len(self.token_ids)
+        self._turn = len(self.token_ids)  # where the policy's latest begins
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -192,6 +203,7 @@ class Conversation:
             raise EngineError("the engine returned a log-prob that is positive or not finite")
         if min(completion.policy_versions) < 0:
             raise EngineError("the engine did not say which policy version sampled a token")
+        self._turn = len(self.token_ids)
         self.token_ids += completion.token_ids
         self.policy_mask += [True] * count
         self.behavior_logprobs += completion.logprobs
@@ -200,7 +212,7 @@ class Conversation:
 
     def add_observation(self, text: str, role: str = "user") -> None:
         """Append the environment's answer and the opening of the policy's next turn."""
-        ids = self.chat.continuation(self.token_ids[-1], text, role)
+        ids = self.chat.continuation(self.token_ids[self._turn :], text, role)
         self.token_ids += ids
         self.policy_mask += [False] * len(ids)
         self.behavior_logprobs += [0.0] * len(ids)

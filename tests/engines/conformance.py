@@ -39,15 +39,6 @@ EVERY_KIND_ON_EVERY_MODEL = [
     for model in ("embedded", SMOLLM2)
     for kind in KINDS
 ]
-EVERY_KIND_ON_EVERY_MODEL = [
-    pytest.param(
-        (kind, model),
-        id=f"{kind}-{model.rpartition('/')[2]}",
-        marks=([] if kind == "embedded" else [needs_vllm]) + ([] if model == "embedded" else [pytest.mark.slow]),
-    )
-    for model in ("embedded", SMOLLM2)
-    for kind in KINDS
-]
 
 
 @dataclass

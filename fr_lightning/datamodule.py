@@ -246,6 +246,8 @@ class RolloutDataModule(pl.LightningDataModule):
         began = time.perf_counter()
         if self.mode == "sync":
             trajectories = self.pool.play_batch(self._check)
+            assert self._thread is not None
+            self._thread.run(self.engine.sleep(), self._check)
         else:
             self.pool.start()
             trajectories = self.pool.next_batch(version, self._check)
@@ -316,6 +318,11 @@ class RolloutDataModule(pl.LightningDataModule):
             raise ValueError(
                 "model.updates_per_batch > 1 makes several versions of one batch, which a bounded lag cannot count: "
                 "set data.lag.max_policy_lag to null, or data.lag.policy to drop"
+            )
+        if self.engine.sleep_while_learning and self.mode != "sync":
+            raise ValueError(
+                "data.engine.init_args.sleep_while_learning needs data.mode sync: in async mode episodes run while the "
+                "learner learns"
             )
         if learner.baseline == "group" and (self._rollouts_per_task < 2 or self.mode != "sync"):
             raise ValueError(

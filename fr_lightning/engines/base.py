@@ -127,6 +127,9 @@ class Engine(abc.ABC):
     pause_seconds: float = 0.0
     """How long generation stood still for the last update."""
 
+    sleep_while_learning: bool = False
+    """Whether `sleep` frees memory: for a device that engine and learner use in turns."""
+
     @abc.abstractmethod
     async def start(self, model: str | None = None) -> None:
         """Load the model (a folder or name; None: the one given at construction) and be ready to generate."""
@@ -154,6 +157,11 @@ class Engine(abc.ABC):
 
         Returns when every later token is drawn under them and stamped `version`.
         """
+
+    async def sleep(self) -> None:
+        """Nothing will be asked before the next update: what generation needs may go until then. Only memory depends on
+        it; a request that comes all the same is answered."""
+        return
 
     async def forget(self, session: str) -> None:
         """A conversation has ended: whatever was kept for it may go. Only memory depends on it."""

@@ -73,6 +73,8 @@ class VLLMServers(ReplicatedEngine):
             raise ValueError("servers must be ≥ 1")
         if devices is not None and len(devices) != servers:
             raise ValueError(f"devices names {len(devices)} sets of GPUs for {servers} servers")
+        if urls and kwargs.get("sleep_while_learning"):
+            raise ValueError("sleep_while_learning is for GPUs shared with the learner, urls are of servers elsewhere")
         self.urls = [url.rstrip("/") for url in urls or ()]
         self.devices = devices
         self.api_key = api_key
@@ -172,6 +174,12 @@ class _Server(Replica):
 
     async def finish_transfer(self, version: str) -> None:
         await self._post("finish_weight_update", {"weight_version": version})
+
+    async def discard(self) -> None:
+        await self._post("sleep?level=2&mode=wait")
+
+    async def wake(self, part: str) -> None:
+        await self._post(f"wake_up?tags={part}")
 
     async def check(self) -> str | None:
         if time.monotonic() - self._checked < HEALTH_SECONDS:

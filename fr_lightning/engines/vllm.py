@@ -113,6 +113,12 @@ class _InProcess(Replica):
     async def finish_transfer(self, version: str) -> None:
         await self._running.finish_weight_update(weight_version=version)
 
+    async def discard(self) -> None:
+        await self._running.sleep(level=2, mode="wait")
+
+    async def wake(self, part: str) -> None:
+        await self._running.wake_up(tags=[part])
+
     async def check(self) -> str | None:
         return "its process died" if self._running.errored else None
 

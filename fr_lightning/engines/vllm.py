@@ -80,6 +80,7 @@ class _InProcess(Replica):
                     answer.logprobs += [
                         position[token].logprob
                         for token, position in zip(choice.token_ids, choice.logprobs, strict=True)
+                        if position is not None
                     ]
                 answer.finish_reason = choice.finish_reason
                 if choice.weight_versions is not None:

@@ -394,6 +394,9 @@ class ReplicatedEngine(Engine):
             if not started.done():
                 started.set_result(None)
             return await replica.watch(self.stall_timeout)
+        except TimeoutError:
+            replica.declare_dead(f"it took no requests within {self.start_timeout:g} s (start_timeout)")
+            return replica.dead.result()
         except Exception as error:
             replica.declare_dead(f"{type(error).__name__}: {error}")
             return replica.dead.result()

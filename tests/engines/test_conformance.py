@@ -191,7 +191,8 @@ def test_stop_tokens_length_and_context_end_a_completion(kind):
 
 
 def text_of(kind, tokens: list[int]) -> str:
-    return load_tokenizer(kind.model).decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    tokenizer = load_tokenizer(kind.model)
+    return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def tokens_until(kind, tokens: list[int], string: str) -> int:
@@ -232,11 +233,9 @@ def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(kind, 
     def played(seed: int, *strings: str):
         return kind.run(kind.engine.generate(prompt, Sampling(max_tokens=300, seed=seed, stop=strings)))
 
-    for seed in range(20):
-        whole = played(seed)
-        foreign = [sign for sign in text_of(kind, whole.token_ids) if not sign.isascii() and sign != "\ufffd"]
-        if foreign:
-            break
+    seed, whole = 0, played(0)
+    while not (foreign := [sign for sign in text_of(kind, whole.token_ids) if not sign.isascii() and sign != "\ufffd"]):
+        seed, whole = seed + 1, played(seed + 1)
     for string in (across_two_tokens(kind, whole.token_ids), foreign[0]):
         stopped = played(seed, "never in the answer", string)
         assert stopped.finish_reason == "stop"

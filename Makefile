@@ -10,8 +10,8 @@ export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup setup-vllm quickstart quickstart-smollm2 quickstart-alfworld test test-slow lint format embedded-policy alfworld-games \
-  alfworld-policy clean
+.PHONY: help setup setup-vllm quickstart quickstart-smollm2 quickstart-alfworld test test-slow test-vllm lint format \
+  embedded-policy alfworld-games alfworld-policy clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -66,6 +66,9 @@ test: $(VENV)/.dev $(VENV)/.smollm2  ## the tests (those marked slow are left ou
 
 test-slow: $(VENV)/.dev $(VENV)/.smollm2  ## the slow tests
 	$(BIN)/python -m pytest -m slow
+
+test-vllm: $(VENV)/.dev $(VENV)/.vllm  ## the engine contract on a running vLLM, in process
+	$(BIN)/python -m pytest tests/engines/test_conformance.py -m "not slow" -k "vllm-embedded"
 
 lint: $(VENV)/.dev  ## style and types
 	$(BIN)/ruff check .

@@ -61,7 +61,8 @@ class RolloutDataModule(pl.LightningDataModule):
         max_queued: completed trajectories that may wait for the learner before no further episode starts, on each rank;
             null: its share of B.
         lag: how stale a trajectory may be when it is trained on.
-        sampling: how tokens are drawn. Training needs the full distribution: no top-p, top-k or min-p.
+        sampling: how tokens are drawn, and what ends a turn beside the chat template's end-of-turn token: `max_tokens`,
+            and `stop`, strings such as ["</answer>"]. Training needs the full distribution: no top-p, top-k or min-p.
         limits: where an episode is cut off.
         rollouts_per_task: how often each task is played in a row; above 1 only for the `group` baseline.
         retry: what happens to episodes that fail.
@@ -247,6 +248,8 @@ class RolloutDataModule(pl.LightningDataModule):
         began = time.perf_counter()
         if self.mode == "sync":
             trajectories = self.pool.play_batch(self._check)
+            assert self._thread is not None
+            self._thread.run(self.engine.sleep(), self._check)
         else:
             self.pool.start()
             trajectories = self.pool.next_batch(version, self._check)
@@ -317,6 +320,11 @@ class RolloutDataModule(pl.LightningDataModule):
             raise ValueError(
                 "model.updates_per_batch > 1 makes several versions of one batch, which a bounded lag cannot count: "
                 "set data.lag.max_policy_lag to null, or data.lag.policy to drop"
+            )
+        if self.engine.sleep_while_learning and self.mode != "sync":
+            raise ValueError(
+                "data.engine.init_args.sleep_while_learning needs data.mode sync: in async mode episodes run while the "
+                "learner learns"
             )
         if learner.baseline == "group" and (self._rollouts_per_task < 2 or self.mode != "sync"):
             raise ValueError(

@@ -37,7 +37,7 @@ class EvaluationPlan:
         tasks: number of held-out tasks; with a dataset, the first so many validation rows of each of its sets. null:
             all rows.
         samples: k, how often each is played (avg@k, pass@k).
-        sampling: how tokens are drawn, `max_tokens` included; null: as in training.
+        sampling: how tokens are drawn, `max_tokens` and `stop` included; null: as in training.
         sets: what is different for a set of tasks, by its name (the `set` of its rows).
     """
 

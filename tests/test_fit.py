@@ -108,6 +108,47 @@ def test_sync_runs_of_one_seed_are_equal_bit_for_bit_and_on_policy(tiny_model, t
     assert other.tokens != first.tokens[: len(other.tokens)]
 
 
+class Sleepy(EmbeddedEngine):
+    """Writes down what it is asked, and refuses what a sleeping engine cannot do."""
+
+    sleep_while_learning = True
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.asleep = False
+        self.asked: list[str] = []
+
+    def ask(self, what):
+        if self.asked[-1:] != [what]:
+            self.asked.append(what)
+
+    async def generate(self, *arguments, **keywords):
+        assert not self.asleep
+        self.ask("generate")
+        return await super().generate(*arguments, **keywords)
+
+    async def update_weights(self, named_tensors, version):
+        self.asleep = False
+        self.ask("update")
+        await super().update_weights(named_tensors, version)
+
+    async def sleep(self):
+        self.asleep = True
+        self.ask("sleep")
+
+
+def test_an_engine_sleeps_from_the_batch_to_its_update_and_only_in_sync_mode(tiny_model, tmp_path):
+    engine = Sleepy(max_context=256, max_sequences=16)
+    stop = Sampling(max_tokens=12, stop=("e", "1"))
+    run(tiny_model, tmp_path, steps=3, validate=True, mode="sync", engine=engine, sampling=stop)
+    turns = "|".join(engine.asked).split("sleep|")
+    assert len(turns) == 1 + 3  # before the first batch's update, and after each
+    assert all(turn.startswith("update|generate|") for turn in turns[:-1])
+    assert turns[-1].startswith("update")
+    with pytest.raises(ValueError, match=r"sleep_while_learning needs data\.mode sync"):
+        run(tiny_model, tmp_path, steps=1, mode="async", engine=Sleepy(max_context=256))
+
+
 def test_a_sync_run_resumed_equals_the_unbroken_one(tiny_model, tmp_path):
     unbroken, weights, *_ = run(tiny_model, tmp_path / "a", steps=4, mode="sync")
     part, *_ = run(tiny_model, tmp_path / "b", steps=2, mode="sync")

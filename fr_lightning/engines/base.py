@@ -36,6 +36,8 @@ class Sampling:
         top_p, top_k, min_p: nucleus, top-k (0: off) and min-p filters, for evaluation only.
         max_tokens: most tokens to draw in one call.
         stop_token_ids: drawing one of these ends the turn; it is kept as the turn's last token.
+        stop: strings that end the turn once its text holds one of them, special tokens counting as they are written.
+            The token that completes the string is kept, whole, as the turn's last.
         seed: of this request alone, so that equal requests draw equal tokens whatever else is in flight; None: fresh.
     """
 
@@ -45,6 +47,7 @@ class Sampling:
     min_p: float = 0.0
     max_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -54,6 +57,8 @@ class Sampling:
             raise ValueError(f"need 0 < top_p ≤ 1, top_k ≥ 0, 0 ≤ min_p < 1; got {self}")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be ≥ 1, got {self.max_tokens}")
+        if isinstance(self.stop, str) or not all(isinstance(string, str) and string for string in self.stop):
+            raise ValueError(f"stop must be a tuple of strings, none of them empty, got {self.stop!r}")
 
     @property
     def full_support(self) -> bool:
@@ -134,6 +139,8 @@ class Engine(abc.ABC):
     record_routes: bool = False
     """Whether completions tell which experts each token was sent to. Set before `start`, which raises `EngineError` if
     the model is no mixture of experts."""
+    sleep_while_learning: bool = False
+    """Whether `sleep` frees memory: for a device that engine and learner use in turns."""
 
     @abc.abstractmethod
     async def start(self, model: str | None = None) -> None:
@@ -162,6 +169,11 @@ class Engine(abc.ABC):
 
         Returns when every later token is drawn under them and stamped `version`.
         """
+
+    async def sleep(self) -> None:
+        """Nothing will be asked before the next update: what generation needs may go until then. Only memory depends on
+        it; a request that comes all the same is answered."""
+        return
 
     async def forget(self, session: str) -> None:
         """A conversation has ended: whatever was kept for it may go. Only memory depends on it."""

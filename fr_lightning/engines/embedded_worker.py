@@ -33,6 +33,7 @@ from fr_lightning.engines.base import Completion, Sampling
 from fr_lightning.engines.kv_slots import KVSlots, Span, UnsupportedAttention
 from fr_lightning.engines.sampling import sample
 from fr_lightning.engines.shared_weights import SharedWeights, WeightLayout
+from fr_lightning.engines.stop_strings import NoDecoder, StopStrings, decoder_of
 from fr_lightning.models import fast_dtype
 from fr_lightning.routing import ExpertRouting
 from fr_lightning.trajectory import FinishReason
@@ -86,6 +87,7 @@ class Conversation:
 
     request: Request
     max_context: int
+    stop_strings: StopStrings | None = None
     slot: int = -1
     cached: int = 0  # tokens whose keys and values lie in the slot
     logprobs: list[float] = field(default_factory=list)
@@ -97,7 +99,7 @@ class Conversation:
         sampling = self.request.sampling
         self.tokens = list(self.request.token_ids)
         self.limit = min(len(self.tokens) + sampling.max_tokens, self.max_context)
-        self.stop = frozenset(sampling.stop_token_ids)
+        self.stop_tokens = frozenset(sampling.stop_token_ids)
         self.random = random.Random(self.request.seed)
 
     def add_routes(self, start: int, routes: Tensor) -> None:
@@ -105,6 +107,10 @@ class Conversation:
         fresh = routes[max(0, self.routed - start) :]
         self.routes.append(fresh)
         self.routed += len(fresh)
+
+    def ended_by(self, token: int) -> bool:
+        completes_a_string = self.stop_strings is not None and self.stop_strings.completed_by(token)
+        return completes_a_string or token in self.stop_tokens
 
     def completion(self, reason: FinishReason) -> Completion:
         routes = torch.cat(self.routes).numpy() if self.routes else None
@@ -142,7 +148,10 @@ class Batcher:
         return bool(self.decoding or self.prefilling or self.waiting)
 
     def add(self, request: Request) -> None:
-        self.waiting.append(Conversation(request, self.max_context))
+        """Raises `NoDecoder` where it asks for stop strings and the model has no tokenizer that can look for them."""
+        strings = request.sampling.stop
+        stop = StopStrings(decoder_of(self.model.name_or_path), strings, request.token_ids) if strings else None
+        self.waiting.append(Conversation(request, self.max_context, stop))
 
     def abort(self, request_id: int) -> None:
         for waiting in self.waiting:
@@ -212,7 +221,7 @@ class Batcher:
             conversation.tokens.append(token)
             conversation.logprobs.append(logprob)
             conversation.versions.append(self.version)
-            stopped = token in conversation.stop
+            stopped = conversation.ended_by(token)
             if stopped or len(conversation.tokens) >= conversation.limit:
                 ended.append((conversation.request.id, conversation.completion("stop" if stopped else "length")))
                 self._leave(conversation, keep=conversation.request.session is not None)
@@ -361,7 +370,11 @@ def serve(connection: Connection, inbox: queue.SimpleQueue[list[tuple[Any, ...]]
             events: list[tuple[Any, ...]] = []
             for command, *arguments in (item for message in messages for item in message):
                 if command == "add":
-                    batcher.add(*arguments)
+                    (request,) = arguments
+                    try:
+                        batcher.add(request)
+                    except NoDecoder as error:
+                        events.append(("ended", request.id, str(error)))
                 elif command == "abort":
                     batcher.abort(*arguments)
                 elif command == "forget":

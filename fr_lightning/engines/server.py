@@ -50,10 +50,10 @@ class VLLMServers(ReplicatedEngine):
     """Generates on any number of vLLM servers; a conversation stays on one, for its prefix cache, while that lives.
 
     A server elsewhere must be started with this package installed beside vLLM, for its weight transfer, as
-    `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --tokens-only --logprobs-mode processed_logprobs --generation-config vllm
-    --weight-transfer-config '{"backend": "fr_lightning"}'`, with the `dtype` and `max_context` given here, and with
-    `--enable-return-routed-experts` where routing is replayed. Its control routes are open to whoever reaches it: keep
-    it on a network of your own.
+    `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs --generation-config
+    vllm --weight-transfer-config '{"backend": "fr_lightning"}'`, with the `dtype` and `max_context` given here, and
+    with `--enable-return-routed-experts` where routing is replayed. Its control routes are open to whoever reaches it:
+    keep it on a network of your own.
 
     Args:
         servers: how many to start on this machine.
@@ -76,6 +76,8 @@ class VLLMServers(ReplicatedEngine):
             raise ValueError("servers must be ≥ 1")
         if devices is not None and len(devices) != servers:
             raise ValueError(f"devices names {len(devices)} sets of GPUs for {servers} servers")
+        if urls and kwargs.get("sleep_while_learning"):
+            raise ValueError("sleep_while_learning is for GPUs shared with the learner, urls are of servers elsewhere")
         self.urls = [url.rstrip("/") for url in urls or ()]
         self.devices = devices
         self.api_key = api_key
@@ -176,6 +178,12 @@ class _Server(Replica):
     async def finish_transfer(self, version: str) -> None:
         await self._post("finish_weight_update", {"weight_version": version})
 
+    async def discard(self) -> None:
+        await self._post("sleep?level=2&mode=wait")
+
+    async def wake(self, part: str) -> None:
+        await self._post(f"wake_up?tags={part}")
+
     async def check(self) -> str | None:
         if time.monotonic() - self._checked < HEALTH_SECONDS:
             return None
@@ -215,8 +223,7 @@ class _LocalServer(_Server):
     async def start(self) -> None:
         on_cpu = not torch.cuda.is_available()
         arguments = self._engine.vllm_arguments(on_cpu=on_cpu)
-        arguments.pop("skip_tokenizer_init")
-        arguments |= {"tokens_only": True, "host": "127.0.0.1", "port": self.url.rpartition(":")[2]}
+        arguments |= {"enable_scale_out": True, "host": "127.0.0.1", "port": self.url.rpartition(":")[2]}
         arguments |= {"uvicorn_log_level": "warning", "disable_log_stats": True}
         environment = {
             **os.environ,

@@ -80,6 +80,7 @@ class _InProcess(Replica):
                     answer.logprobs += [
                         position[token].logprob
                         for token, position in zip(choice.token_ids, choice.logprobs, strict=True)
+                        if position is not None
                     ]
                 answer.finish_reason = choice.finish_reason
                 answer.routed_experts = choice.routed_experts  # told whole, at the end
@@ -113,6 +114,12 @@ class _InProcess(Replica):
 
     async def finish_transfer(self, version: str) -> None:
         await self._running.finish_weight_update(weight_version=version)
+
+    async def discard(self) -> None:
+        await self._running.sleep(level=2, mode="wait")
+
+    async def wake(self, part: str) -> None:
+        await self._running.wake_up(tags=[part])
 
     async def check(self) -> str | None:
         return "its process died" if self._running.errored else None

@@ -65,6 +65,7 @@ class Replica(abc.ABC):
         self._workers = workers
         self._sender: GPUSender | None = None
         self.in_flight = 0
+        self.asleep = False
         self._updating = False
         self._heard = time.monotonic()
 
@@ -100,6 +101,16 @@ class Replica(abc.ABC):
 
     @abc.abstractmethod
     async def finish_transfer(self, version: str) -> None: ...
+
+    # vLLM's sleep mode. A part is "weights" or "kv_cache"; with the last of them, requests are taken again.
+
+    @abc.abstractmethod
+    async def discard(self) -> None:
+        """Let requests in flight end; then give up weights, keys and values, and take no requests."""
+
+    @abc.abstractmethod
+    async def wake(self, part: str) -> None:
+        """Have memory for a part again, with nothing in it."""
 
     @abc.abstractmethod
     async def check(self) -> str | None:
@@ -138,18 +149,24 @@ class Replica(abc.ABC):
             self.in_flight -= 1
 
     async def update(self, publication: Publication, mode: UpdateMode) -> float:
-        """Load a publication between two steps of the model; returns for how many seconds generation stood still."""
+        """Load a publication between two steps of the model, or wake up with it.
+
+        Returns:
+            for how many seconds generation stood still.
+        """
         self._updating = True
         self.sign_of_life()
         try:
             began = time.perf_counter()
-            await self.or_death(self.pause(mode))
-            if mode.requests == "wait":
+            await self.or_death(self.wake("weights") if self.asleep else self.pause(mode))
+            if mode.requests == "wait" and not self.asleep:
                 began = time.perf_counter()  # until here what was in flight went on
             self.sign_of_life()
             await self.or_death(self._load(publication))
             self.sign_of_life()
-            await self.or_death(self.resume())
+            # Only now: while weights are handed over, the memory of keys and values is still the learner's.
+            await self.or_death(self.wake("kv_cache") if self.asleep else self.resume())
+            self.asleep = False
             return time.perf_counter() - began
         except BaseException as error:
             # Weights may be half loaded, be it because the update was cancelled: nothing may be sampled from them.
@@ -159,6 +176,16 @@ class Replica(abc.ABC):
             raise ReplicaDied(str(error)) from error
         finally:
             self._updating = False
+
+    async def sleep(self) -> None:
+        """Free the memory of weights, keys and values until the next `update`, which brings the weights back."""
+        try:
+            await self.or_death(self.discard())
+            self.asleep = True
+        except BaseException as error:
+            self.declare_dead(f"it did not go to sleep: {type(error).__name__}: {error}")
+            if not isinstance(error, Exception):
+                raise
 
     async def _load(self, publication: Publication) -> None:
         if self._transport == "file":
@@ -244,7 +271,8 @@ class Answer:
 def request_parameters(sampling: Sampling, room: int) -> dict[str, Any]:
     """Fields of vLLM's `SamplingParams`. `room`: tokens the context still holds.
 
-    Only the token ids asked for end a turn (`ignore_eos`), and text is never made (`detokenize`).
+    Only what was asked for ends a turn (`ignore_eos`). Text is made (`detokenize`) only to find stop strings in it;
+    `include_stop_str_in_output` keeps the token that completes one.
     """
     return {
         "temperature": sampling.temperature,
@@ -254,9 +282,12 @@ def request_parameters(sampling: Sampling, room: int) -> dict[str, Any]:
         "seed": sampling.seed,
         "max_tokens": min(sampling.max_tokens, room),
         "stop_token_ids": list(sampling.stop_token_ids),
+        "stop": list(sampling.stop),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
         "ignore_eos": True,
         "logprobs": 0,  # of the sampled token alone
-        "detokenize": False,
+        "detokenize": bool(sampling.stop),
         "stream_interval": STREAM_INTERVAL,
     }
 

@@ -90,6 +90,10 @@ class ReplicatedEngine(Engine):
             The last two need GPUs, and have not been tried on any.
         weights_folder: a folder for that file, which every replica must see under this path; null: shared memory,
             which replicas on this machine see.
+        sleep_while_learning: after each batch vLLM gives its GPU memory to the learner, and takes it back as the next
+            weights arrive: weights first, then room for keys and values. For a GPU that both use in turns, which
+            `data.mode: sync` makes them do. vLLM takes its memory when it starts: `gpu_memory_utilization` in
+            `engine_args` must leave the learner enough to load the model. Has not been tried on any GPU.
         max_restarts: how often in all a replica may die and be replaced.
         stall_timeout: seconds without any token, while there is work, after which a replica counts as dead.
         start_timeout: seconds a replica may take to load the model.
@@ -110,6 +114,7 @@ class ReplicatedEngine(Engine):
         kv_cache_on_update: KVCacheOnUpdate = "recompute",
         transport: Transport = "file",
         weights_folder: str | None = None,
+        sleep_while_learning: bool = False,
         max_restarts: int = 3,
         stall_timeout: float = 120.0,
         start_timeout: float = 600.0,
@@ -137,6 +142,7 @@ class ReplicatedEngine(Engine):
         self.stall_timeout = stall_timeout
         self.start_timeout = start_timeout
         self.max_sequences = max_sequences
+        self.sleep_while_learning = sleep_while_learning
         self.threads = threads
         self.transport: Transport = transport
         self._kv_cache_gib = kv_cache_gib
@@ -204,7 +210,6 @@ class ReplicatedEngine(Engine):
             "dtype": self.dtype,
             "max_model_len": self.max_context,
             "max_num_seqs": self.max_sequences,
-            "skip_tokenizer_init": True,
             "enable_prefix_caching": True,
             "seed": random.SystemRandom().getrandbits(31),  # replicas must not sample unseeded requests alike
             "logprobs_mode": "processed_logprobs",
@@ -216,6 +221,10 @@ class ReplicatedEngine(Engine):
         kv_cache_gib = 1.0 if on_cpu and self._kv_cache_gib is None else self._kv_cache_gib
         if kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
+        if self.sleep_while_learning:
+            if on_cpu:
+                raise ValueError("sleep_while_learning needs a GPU: on a CPU vLLM has no sleep mode")
+            arguments["enable_sleep_mode"] = True
         if on_cpu:
             arguments |= {"distributed_executor_backend": "uni", "enforce_eager": True}
             # A prompt whose prefill is cut in two kills the process: vLLM then turns back the seeded generator of its
@@ -263,6 +272,8 @@ class ReplicatedEngine(Engine):
         self._raise_if_failed()
         tokens = checked_prompt(token_ids, vocab_size=self._vocab_size, max_context=self.max_context)
         parameters = request_parameters(sampling or Sampling(), self.max_context - len(tokens))
+        if self._asleep:
+            await self._wake_up()
         while True:
             place = await self._choose(session)
             told = min(place.told, len(tokens)) if self.record_routes else None
@@ -295,6 +306,12 @@ class ReplicatedEngine(Engine):
             self._publications.settle()
         await self._choose(None)
 
+    async def sleep(self) -> None:
+        # Before the first publication there would be nothing to wake up with.
+        if self.sleep_while_learning and self._publications is not None and self._publications.latest is not None:
+            async with self._updating:
+                await asyncio.gather(*(replica.sleep() for replica in self._serving))
+
     async def forget(self, session: str) -> None:
         self._sessions.pop(session, None)
 
@@ -320,6 +337,19 @@ class ReplicatedEngine(Engine):
         if self._failure is None:
             self._failure = reason
             self._available.set()
+
+    @property
+    def _asleep(self) -> list[Replica]:
+        return [replica for replica in self._serving if replica.asleep]
+
+    async def _wake_up(self) -> None:
+        """With the weights published last: nobody publishes others, and something is asked."""
+        assert self._publications is not None
+        async with self._updating:
+            latest = self._publications.latest
+            if latest is not None:
+                waking = (replica.update(latest, self._mode) for replica in self._asleep)
+                await asyncio.gather(*waking, return_exceptions=True)
 
     async def _choose(self, session: str | None) -> _Session:
         """The replica that knows the session, else the one with the fewest requests, and the salt for its cache.
@@ -375,6 +405,9 @@ class ReplicatedEngine(Engine):
             if not started.done():
                 started.set_result(None)
             return await replica.watch(self.stall_timeout)
+        except TimeoutError:
+            replica.declare_dead(f"it took no requests within {self.start_timeout:g} s (start_timeout)")
+            return replica.dead.result()
         except Exception as error:
             replica.declare_dead(f"{type(error).__name__}: {error}")
             return replica.dead.result()

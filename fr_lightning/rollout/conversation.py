@@ -76,14 +76,19 @@ class ChatFormat:
         messages = [{**message, "content": self._harmless(message["content"])} for message in messages]
         return self._encode(self._render(messages, tools=tools, add_generation_prompt=True))
 
-    def continuation(self, last_token: int, text: str, role: str = "user") -> list[int]:
-        """Token ids from the end of the policy's turn to the start of its next one, around an observation."""
+    def continuation(self, turn: Sequence[int], text: str, role: str = "user") -> list[int]:
+        """Token ids from the end of the policy's turn to the start of its next one, around an observation.
+
+        What the policy has written of that itself is not written again: the token that ends a turn or, of a template
+        that ends turns by plain text, as much of it as the turn ends with (a stop string, mostly).
+        """
         role = self._roles.get(role) or self._supported_role(role)
-        written = self._after_mark({"role": role, "content": self._harmless(text)})
+        text = self._harmless(text)
+        written = self._after_mark({"role": role, "content": text})
+        if self._end_of_turn is None:
+            return self._encode(written[self._already_said(turn, written.partition(text or "\0")[0]) :])
         ids = self._encode(written)
-        if self._end_of_turn is not None and last_token == self._end_of_turn:
-            return ids[1:]  # the policy has written the end of its turn itself
-        return ids
+        return ids[1:] if turn[-1] == self._end_of_turn else ids
 
     def words(self, completion: Completion) -> str:
         """What the policy wrote, as text for the environment (the token that ended the turn left out)."""
@@ -103,6 +108,11 @@ class ChatFormat:
         head, tail = (max_tokens + 1) // 2, max_tokens // 2
         before, after = (self.tokenizer.decode(part) for part in (ids[:head], ids[len(ids) - tail :]))
         return f"{before}\n[{len(ids) - head - tail} tokens left out]\n{after}"
+
+    def _already_said(self, turn: Sequence[int], opening: str) -> int:
+        """How much of the template's words before an observation the policy's turn ends with, in characters."""
+        said = str(self.tokenizer.decode(list(turn), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return next(count for count in range(len(opening), -1, -1) if said.endswith(opening[:count]))
 
     def _after_mark(self, message: Mapping[str, Any]) -> str:
         rendered = self._render(
@@ -179,6 +189,7 @@ class Conversation:
         self.policy_versions: list[int] = []
         self.contexts: list[int] = []
         self._routes: np.ndarray | None = None  # [R, L, k] of the first R tokens
+        self._turn = 0  # where the policy's latest begins
         self.begin_anew(observation)
 
     def __len__(self) -> int:
@@ -215,6 +226,7 @@ class Conversation:
             raise EngineError("the engine returned a log-prob that is positive or not finite")
         if min(completion.policy_versions) < 0:
             raise EngineError("the engine did not say which policy version sampled a token")
+        self._turn = len(self.token_ids)
         self.token_ids += completion.token_ids
         self.policy_mask += [True] * count
         self.behavior_logprobs += completion.logprobs
@@ -225,7 +237,7 @@ class Conversation:
 
     def add_observation(self, text: str, role: str = "user") -> None:
         """Append the environment's answer and the opening of the policy's next turn."""
-        self._add_prompt(self.chat.continuation(self.token_ids[-1], text, role))
+        self._add_prompt(self.chat.continuation(self.token_ids[self._turn :], text, role))
 
     def begin_anew(self, observation: str) -> None:
         """Open a new context: system prompt, tools and this observation, and nothing of what was said before."""

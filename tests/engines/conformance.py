@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import importlib.util
+import os
 import random
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from fr_lightning.models import SMOLLM2, load_causal_lm
 CONTEXT = 512
 SLOTS = 8
 TOLERANCE = 2e-4
+MODELS = tuple(os.environ.get("CONFORMANCE_MODELS", f"embedded {SMOLLM2}").split())
+"""What the engines serve, named as in `fr_lightning.models`; all but "embedded" are for `-m slow`."""
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup-vllm"
@@ -36,16 +39,7 @@ EVERY_KIND_ON_EVERY_MODEL = [
         id=f"{kind}-{model.rpartition('/')[2]}",
         marks=([] if kind == "embedded" else [needs_vllm]) + ([] if model == "embedded" else [pytest.mark.slow]),
     )
-    for model in ("embedded", SMOLLM2)
-    for kind in KINDS
-]
-EVERY_KIND_ON_EVERY_MODEL = [
-    pytest.param(
-        (kind, model),
-        id=f"{kind}-{model.rpartition('/')[2]}",
-        marks=([] if kind == "embedded" else [needs_vllm]) + ([] if model == "embedded" else [pytest.mark.slow]),
-    )
-    for model in ("embedded", SMOLLM2)
+    for model in MODELS
     for kind in KINDS
 ]
 

@@ -190,6 +190,63 @@ def test_stop_tokens_length_and_context_end_a_completion(kind):
     assert (full.finish_reason, len(full.token_ids)) == ("length", 3)
 
 
+def text_of(kind, tokens: list[int]) -> str:
+    tokenizer = load_tokenizer(kind.model)
+    return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def tokens_until(kind, tokens: list[int], string: str) -> int:
+    """How many tokens it takes until their text holds the string, by decoding every beginning anew."""
+    return next(count for count in range(1, len(tokens) + 1) if string in text_of(kind, tokens[:count]))
+
+
+def across_two_tokens(kind, tokens: list[int]) -> str:
+    """The end of one token's text and the beginning of the next one's; not the last of it, so that it ends inside."""
+    for index in range(5, len(tokens)):
+        first, second = (text_of(kind, [token]) for token in tokens[index - 1 : index + 1])
+        string = first[-2:] + second[:-1]
+        before = text_of(kind, tokens[:index])
+        if first and len(second) > 1 and (first + second).isascii() and string not in before:
+            return string
+    raise AssertionError("no such place")
+
+
+@pytest.fixture
+def flattened(kind):
+    """Twenty times smaller logits: nearly any token may come, so that bytes meet in characters of several tokens. Gives
+    the temperature at which the model itself draws like that."""
+
+    def publish(scale: float):
+        weights = [
+            (name, scale * p if name == "model.norm.weight" else p) for name, p in kind.weights().named_parameters()
+        ]
+        kind.run(kind.engine.update_weights(weights, kind.engine.version + 1))
+
+    publish(1 / 20)
+    yield 20.0
+    publish(1.0)
+
+
+def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(kind, flattened):
+    prompt = load_tokenizer(kind.model)("never in the answer")["input_ids"]
+
+    def played(seed: int, *strings: str):
+        return kind.run(kind.engine.generate(prompt, Sampling(max_tokens=300, seed=seed, stop=strings)))
+
+    seed, whole = 0, played(0)
+    while not (foreign := [sign for sign in text_of(kind, whole.token_ids) if not sign.isascii() and sign != "\ufffd"]):
+        seed, whole = seed + 1, played(seed + 1)
+    for string in (across_two_tokens(kind, whole.token_ids), foreign[0]):
+        stopped = played(seed, "never in the answer", string)
+        assert stopped.finish_reason == "stop"
+        assert stopped.token_ids == whole.token_ids[: tokens_until(kind, whole.token_ids, string)]
+        assert stopped.policy_versions == [kind.engine.version] * len(stopped.token_ids)
+        expected = reference(kind.weights(), prompt, stopped.token_ids, flattened)
+        assert stopped.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    unmet = played(seed, "never in the answer")
+    assert (unmet.finish_reason, unmet.token_ids) == ("length", whole.token_ids)
+
+
 @pytest.mark.parametrize(
     ("prompt", "error"),
     [([], ValueError), ([0, 10**6], ValueError), ([-1], ValueError), ([1] * CONTEXT, PromptTooLong)],

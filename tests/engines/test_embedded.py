@@ -599,6 +599,27 @@ def test_models_without_a_plain_cache_are_refused(tmp_path):
         make_batcher(tmp_path / "hybrid")
 
 
+def test_stop_strings_without_a_tokenizer_fail_the_request_and_nothing_else(tmp_path):
+    make_model("llama").save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+
+    async def play():
+        engine = EmbeddedEngine(model=str(tmp_path), max_restarts=0)
+        await engine.start()
+        with pytest.raises(EngineError, match="stop strings need the tokenizer"):
+            await engine.generate([1, 2], Sampling(max_tokens=3, stop=("x",)))
+        assert len((await engine.generate([1, 2], Sampling(max_tokens=3))).token_ids) == 3
+        await engine.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("stop", ["</answer>", ("",), (1,)])
+def test_stop_strings_that_are_none_are_refused(stop):
+    with pytest.raises(ValueError, match="stop must be"):
+        Sampling(stop=stop)
+
+
 def test_a_model_that_cannot_be_loaded_fails_the_start_with_the_reason(tmp_path):
     config = T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path)

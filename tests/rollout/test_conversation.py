@@ -22,6 +22,10 @@ FORGETFUL = (  # as Qwen3: thoughts of earlier turns vanish
     "{{ m.content.split('</think>')[-1].strip() }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+PLAIN = (  # turns end by plain text
+    "{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
 STRICT = CHATML.replace(
     "{% for m in messages %}",
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}",
@@ -96,6 +100,36 @@ def test_an_unfinished_turn_is_closed_by_tokens_that_are_not_the_policys():
     talk.add_observation("three")
     assert chat.tokenizer.decode(talk.token_ids[stop:]).startswith("<|im_end|>\n<|im_start|>user\nthree")
     assert not any(talk.policy_mask[stop:])
+
+
+def test_a_turn_that_a_string_ended_is_closed_like_one_cut_by_length():
+    chat = with_template(CHATML)
+    talk = Conversation(chat, "one")
+    ids = chat.tokenizer("two</answer>", add_special_tokens=False)["input_ids"]
+    assert talk.add_completion(Completion(ids, [-0.1] * len(ids), [4] * len(ids), "stop")) == "two</answer>"
+    stop = len(talk)
+    talk.add_observation("three")
+    assert talk.token_ids[stop - len(ids) : stop] == ids
+    assert chat.tokenizer.decode(talk.token_ids[stop:]).startswith("<|im_end|>\n<|im_start|>user\nthree")
+    assert not any(talk.policy_mask[stop:])
+
+
+@pytest.mark.parametrize(
+    ("said", "appended"),
+    [
+        ("two", "\n\nUser: three\n\nAssistant:"),
+        ("two\n", "\nUser: three\n\nAssistant:"),
+        ("two\n\nUser:", " three\n\nAssistant:"),
+        ("two\n\nUser: three", "\n\nUser: three\n\nAssistant:"),  # words are not the template's
+    ],
+)
+def test_what_the_policy_wrote_of_a_turns_end_in_plain_text_is_not_written_again(said, appended):
+    chat = with_template(PLAIN)
+    talk = Conversation(chat, "one")
+    talk.add_completion(sampled(chat, said, stop=False))
+    stop = len(talk)
+    talk.add_observation("three")
+    assert chat.tokenizer.decode(talk.token_ids[stop:]) == appended
 
 
 def test_a_template_that_drops_thoughts_is_overruled_and_said(caplog):

@@ -68,9 +68,10 @@ def test_the_tool_is_really_called(chat):
 
 def test_turns_have_seeds_of_their_own_and_stop_ids(chat):
     engine = ScriptedEngine(chat, lambda prompt: "ok")
-    play(Runner(engine, chat, Sampling(temperature=0.7)), Counting())
+    play(Runner(engine, chat, Sampling(temperature=0.7, stop=("</a>",))), Counting())
     assert [s.seed for s in engine.samplings] == [derived_seed(1, turn) for turn in range(3)]
-    assert all(s.stop_token_ids == chat.stop_token_ids and s.temperature == 0.7 for s in engine.samplings)
+    for sampling in engine.samplings:
+        assert (sampling.stop_token_ids, sampling.stop, sampling.temperature) == (chat.stop_token_ids, ("</a>",), 0.7)
 
 
 def test_max_turns_truncates(chat):

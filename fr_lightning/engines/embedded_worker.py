@@ -241,7 +241,7 @@ class Batcher:
             input_ids=torch.tensor([tokens], device=device),
             position_ids=positions,
             use_cache=False,
-            logits_to_keep=torch.tensor(last, device=device),
+            logits_to_keep=torch.tensor(last, dtype=torch.long, device=device),
         )
         return output.logits[0]
 

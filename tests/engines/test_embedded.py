@@ -183,6 +183,18 @@ def test_a_long_prompt_in_pieces_and_a_conversation_that_outgrows_its_slot(folde
         assert completion.logprobs == pytest.approx(reference(model, prompt, completion.token_ids), abs=1e-4)
 
 
+def test_a_prompt_of_more_than_a_steps_budget_with_nothing_else_to_do(tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**SIZES, "max_position_embeddings": 4096})
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    batcher = make_batcher(tmp_path, context=4096)
+    prompt = prompts(1, seed=5, longest=1)[0] + [number % VOCAB for number in range(2500)]
+    batcher.add(request(0, prompt, max_tokens=3))
+    (completion,) = finish(batcher).values()
+    assert completion.logprobs == pytest.approx(reference(model, prompt, completion.token_ids), abs=1e-4)
+
+
 def test_a_session_prefills_only_what_is_new(folders):
     batcher = make_batcher(folders["qwen3"])
     fed: list[int] = []

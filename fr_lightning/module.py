@@ -281,7 +281,7 @@ class FlashReinforce(pl.LightningModule):
             "train/uniform_batch": uniform,
             "train/loss": update.loss,
             "train/gradient_norm": update.gradient_norm,
-            "train/learning_rate": optimizer.param_groups[0]["lr"],
+            "train/learning_rate": float(optimizer.param_groups[0]["lr"]),  # torchao's is a tensor
             "train/importance_ratio_mean": update.ratio_mean,
             "train/importance_ratio_max": update.ratio_max,
             "train/micro_batches": float(update.micro_batches),

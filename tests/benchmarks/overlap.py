@@ -34,12 +34,20 @@ SIGMA = 1.0
 
 
 class Sleepy(TextEnv):
-    """Two turns, each half of an episode's log-normal time."""
+    """Two turns, each half of an episode's log-normal time.
+
+    Args:
+        mean: of an episode's time, in seconds.
+        sigma: of its logarithm.
+    """
+
+    def __init__(self, mean: float = 1.0, sigma: float = SIGMA):
+        self.mean, self.sigma = mean, sigma
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.turn = 0
-        self.nap = float(self.np_random.lognormal(-(SIGMA**2) / 2, SIGMA)) / 2
+        self.nap = self.mean * float(self.np_random.lognormal(-(self.sigma**2) / 2, self.sigma)) / 2
         return "What is 1 + 2?", {}
 
     def step(self, action):

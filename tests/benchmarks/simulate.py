@@ -2,6 +2,11 @@
 
     python -m tests.benchmarks.simulate --ranks 1 2 --env-mean 1 --env-sigma 1 --batch 32 --seats 64
     python -m tests.benchmarks.simulate --ranks 8 64 1024 --per-rank 8 --seats 64 --max-lag 4
+    python -m tests.benchmarks.simulate --check --ranks 1 2 --batch 16 --seats 32 --env-mean 4 --updates 20
+
+`--check` makes real runs of so many processes on this machine (`tests.benchmarks.real_run`) and prints what they took
+beside what is predicted for parts of the speed measured in them: what is put to the test is how episodes, queues and
+updates play together, not how fast a part is.
 
 Every rank has seats, an engine and the completion queue of real runs (`CompletionQueue`, admission by lag included);
 all ranks make their updates together. An episode has turns of log-normal numbers of tokens, between which its
@@ -17,10 +22,16 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
+import json
 import math
+import os
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fr_lightning.packing import balanced_parts
 from fr_lightning.parallel import UNEVEN
@@ -247,6 +258,55 @@ class Simulation:
         heapq.heappush(self.events, (self.now + seconds, next(self.order), kind, number, what))
 
 
+def real_run(args: argparse.Namespace, ranks: int, batch: int) -> dict[str, float]:
+    """What `tests.benchmarks.real_run` measured, in processes of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "measured.json"
+        launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m"] if ranks > 1 else []
+        settings = {
+            "ranks": ranks, "batch": batch, "seats": args.seats, "mode": args.mode, "env-mean": args.env_mean,
+            "env-sigma": args.env_sigma, "updates": args.updates, "warm-up": args.warm_up, "output": output,
+        }  # fmt: skip
+        settings |= {} if args.max_lag is None else {"max-lag": args.max_lag}
+        options = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+        command = [sys.executable, "-m", *launcher, "tests.benchmarks.real_run", *options]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        if done.returncode:
+            raise SystemExit(done.stderr[-4000:])
+        return json.loads(output.read_text())
+
+
+def check(args: argparse.Namespace) -> None:
+    """Real runs beside the simulation of them."""
+    print(f"{'ranks':>5} {'':>10} {'s/update':>9} {'learner idle':>13} {'mean lag':>9}")
+    for ranks in args.ranks:
+        batch = args.per_rank * ranks if args.batch is None else args.batch
+        real = real_run(args, ranks, batch)
+        workload = Workload(2, real["tokens_of_turn"], 0.0, args.env_mean, args.env_sigma)
+        machine = Machine(
+            engine_tokens=math.inf, conversation_tokens=real["conversation_tokens"],  # of an engine that is shared
+            learner_tokens=real["learner_tokens"], learner_jitter=args.learner_jitter,
+            network_bytes=math.inf, hop_seconds=0.0,  # in the learner's time
+            publish_bytes=1.0, weights_bytes=real["publish_seconds"],
+        )  # fmt: skip
+        seeds = range(8)
+        overlap = args.mode == "async"
+        runs = [
+            Simulation(
+                ranks, batch // ranks, args.seats, LagLimit(args.max_lag), workload, machine, overlap=overlap, seed=seed
+            ).run(args.updates, args.warm_up)
+            for seed in seeds
+        ]
+        predicted = {name: [run[name] for run in runs] for name in ("seconds", "idle", "lag")}
+        mean = {name: statistics.mean(values) for name, values in predicted.items()}
+        for who, found in (("measured", real), ("predicted", mean)):
+            print(
+                f"{ranks:>5} {who:>10} {found['seconds']:>9.2f} {found['idle']:>13.0%} {found['lag']:>9.2f}", flush=True
+            )
+        low, high = min(predicted["seconds"]), max(predicted["seconds"])
+        print(f"{'':>5} {'':>10} {low:>4.2f}–{high:.2f} over {len(seeds)} seeds of the simulation", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 512, 1024])
@@ -268,9 +328,13 @@ def main() -> None:
     parser.add_argument("--hop-seconds", type=float, default=20e-6)
     parser.add_argument("--publish-bytes", type=float, default=5e9)
     parser.add_argument("--weights-bytes", type=float, default=14e9)
+    parser.add_argument("--check", action="store_true", help="against real runs of so many processes on this machine")
     parser.add_argument("--updates", type=int, default=30)
     parser.add_argument("--warm-up", type=int, default=10)
     args = parser.parse_args()
+    if args.check:
+        check(args)
+        return
     workload = Workload(args.turns, args.tokens_median, args.tokens_sigma, args.env_mean, args.env_sigma)
     machine = Machine(
         args.engine_tokens, args.conversation_tokens, args.learner_tokens, args.learner_jitter, args.network_bytes,

@@ -5,7 +5,9 @@
 All engines are up all the time and idle while another works, in turn, so that a machine that slows down slows all. The
 work is that of `tests.benchmarks.generation`: log-normal completion lengths forced by `max_tokens`, conversations of
 one turn, and of several. An update publishes the model's own weights while `--concurrency` requests are in flight:
-`update` is until every later token is drawn under them, `pause` how long of it no token was drawn.
+`update` is until every later token is drawn under them, `pause` how long of it no token was drawn. Ratios are to the
+first engine in the same round: on a machine that others use, they say more than the numbers they are made of, and
+`--clock cpu`, which counts tokens per CPU second of all processes of the run, more still (updates stay in wall time).
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ import asyncio
 import os
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
+
+import psutil
 
 from fr_lightning.engines.base import Engine, Sampling
 from fr_lightning.engines.embedded import EmbeddedEngine
@@ -27,8 +32,18 @@ from tests.benchmarks.generation import Conversation, conversations
 KINDS = {"embedded": EmbeddedEngine, "vllm": VLLMEngine, "servers": VLLMServers}
 
 
-async def play(engine: Engine, work: list[Conversation]) -> float:
-    """Tokens drawn per second of wall time."""
+def cpu_seconds() -> float:
+    """Of this process and all it started; an engine that is idle adds next to nothing."""
+    us = psutil.Process()
+    times = [process.cpu_times() for process in (us, *us.children(recursive=True))]
+    return sum(time.user + time.system for time in times)
+
+
+CLOCKS = {"wall": time.perf_counter, "cpu": cpu_seconds}
+
+
+async def play(engine: Engine, work: list[Conversation], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Tokens drawn per second."""
 
     async def converse(number: int, conversation: Conversation) -> int:
         history: list[int] = []
@@ -40,9 +55,9 @@ async def play(engine: Engine, work: list[Conversation]) -> float:
         await engine.forget(str(number))
         return sum(conversation.lengths)
 
-    began = time.perf_counter()
+    began = clock()
     tokens = await asyncio.gather(*(converse(number, conversation) for number, conversation in enumerate(work)))
-    return sum(tokens) / (time.perf_counter() - began)
+    return sum(tokens) / (clock() - began)
 
 
 async def update(engine: Engine, model: Any, in_flight: int) -> tuple[float, float]:
@@ -56,6 +71,10 @@ async def update(engine: Engine, model: Any, in_flight: int) -> tuple[float, flo
     return seconds, engine.pause_seconds
 
 
+def summary(values: list[float], digits: int) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="embedded")
@@ -65,7 +84,9 @@ async def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--clock", default="wall", choices=list(CLOCKS))
     options = parser.parse_args()
+    clock = CLOCKS[options.clock]
     folder = resolve_model(options.model)
     model = load_causal_lm(folder)
     size = sum(parameter.numel() for parameter in model.parameters())
@@ -86,16 +107,21 @@ async def main() -> None:
         for name, engine in engines.items():
             seconds, pause = await update(engine, model, options.concurrency)
             for what, value in (
-                ("single-turn tokens/s", await play(engine, single)),
-                (f"{options.turns}-turn tokens/s", await play(engine, several)),
+                ("single-turn tokens/s", await play(engine, single, clock)),
+                (f"{options.turns}-turn tokens/s", await play(engine, several, clock)),
                 ("update ms", 1e3 * seconds),
                 ("pause ms", 1e3 * pause),
             ):
                 measured.setdefault((what, name), []).append(value)
         print(f"round {number + 1} of {options.rounds}", flush=True)
-    print(f"{options.model}, {size / 1e6:.1f} M parameters, {options.dtype}: median (lowest to highest)")
+    print(
+        f"{options.model}, {size / 1e6:.1f} M parameters, {options.dtype}, tokens per {options.clock} second: "
+        "median (lowest to highest)"
+    )
     for (what, name), values in sorted(measured.items()):
-        print(f"  {what:22} {name:9} {statistics.median(values):8.1f} ({min(values):.1f} to {max(values):.1f})")
+        ratios = [value / first for value, first in zip(values, measured[what, options.engines[0]], strict=True)]
+        ratio = f"; ratio {summary(ratios, 2)}" if name != options.engines[0] else ""
+        print(f"  {what:22} {name:9} {summary(values, 1)}{ratio}")
     for engine in engines.values():
         await engine.close()
 

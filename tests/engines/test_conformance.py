@@ -4,6 +4,7 @@ Log-probabilities are compared in float32 with |Δ| ≤ 2e-4 (other kernels, ano
 """
 
 import asyncio
+import functools
 import os
 import random
 import signal
@@ -190,9 +191,11 @@ def test_stop_tokens_length_and_context_end_a_completion(kind):
     assert (full.finish_reason, len(full.token_ids)) == ("length", 3)
 
 
+tokenizer_of = functools.cache(load_tokenizer)
+
+
 def text_of(kind, tokens: list[int]) -> str:
-    tokenizer = load_tokenizer(kind.model)
-    return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return str(tokenizer_of(kind.model).decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def tokens_until(kind, tokens: list[int], string: str) -> int:
@@ -228,7 +231,7 @@ def flattened(kind):
 
 
 def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(kind, flattened):
-    prompt = load_tokenizer(kind.model)("never in the answer")["input_ids"]
+    prompt = tokenizer_of(kind.model)("never in the answer")["input_ids"]
 
     def played(seed: int, *strings: str):
         return kind.run(kind.engine.generate(prompt, Sampling(max_tokens=300, seed=seed, stop=strings)))

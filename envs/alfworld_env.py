@@ -66,8 +66,8 @@ class ALFWorldEnv(TextEnv):
             `<think>…</think><action>COMMAND</action>`, and any other reply is an invalid action.
         list_commands: put the commands that the game admits below each observation.
         max_steps: commands after which an episode is cut off.
-        history: null: an episode is one growing conversation. A number: every turn is a prompt of its own that tells the
-            first observation, the last so many commands with their answers, and the latest one.
+        history: null: an episode is one growing conversation. A number: every turn is a prompt of its own that tells
+            the first observation, the last so many commands with their answers, and the latest one.
         win_reward: for winning.
         invalid_penalty: taken off for every command the game does not admit.
         step_penalty: taken off for every command.
@@ -315,13 +315,12 @@ class _Expert:
         if there is None or self._to_be_found() != there[1] or self.here == there[2] or brought_here:
             return
         kind = there[1].rpartition(" ")[0]
-        for command in state.commands:
-            here = TAKE.match(command)
-            if here and here[1].rpartition(" ")[0] == kind:
-                names = {there[1]: here[1], here[1]: there[1], there[2]: here[2], here[2]: there[2]}
-                either = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
-                self._left = [either.sub(lambda name: names[name[1]], step) for step in self._left]
-                return
+        seen = (TAKE.match(command) for command in state.commands)
+        here = next((take for take in seen if take and take[1].rpartition(" ")[0] == kind), None)
+        if here is not None:
+            names = {there[1]: here[1], here[1]: there[1], there[2]: here[2], here[2]: there[2]}
+            either = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+            self._left = [either.sub(lambda name: names[name[1]], step) for step in self._left]
 
     def _is_done(self, command: str, state: State) -> bool:
         """Whether searching has done already what the walkthrough does next."""

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 UNEVEN = 1.1
 """Tokens of the busiest rank ÷ the mean, above which trajectories change ranks. All ranks wait for the busiest one; the
-exchange, 21 bytes a token, is small beside what a token costs to learn from."""
+exchange, 21 bytes a token and its routes where they are replayed, is small beside what a token costs to learn from."""
 
 
 class FSDP2(ModelParallelStrategy):

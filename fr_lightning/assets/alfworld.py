@@ -3,7 +3,8 @@
 `python -m fr_lightning.assets.alfworld` makes the folder `alfworld_policy` beside this file anew. It is the embedded
 policy's architecture with a vocabulary of ALFWorld's words. Demonstrators on the embedded training games first teach it
 well: they look through the room in order, and what they do follows from what was seen, so that there is something to
-learn from every word. Then others lead it astray. To search with a purpose again is left to reinforcement learning.
+learn from every word. Then they err now and then, and it sees what comes of that. The rest is left to reinforcement
+learning.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Phase:
     learning_rate: float
 
 
-PHASES = (Phase(1.0, 3000, 500, 2e-3), Phase(0.7, 700, 110, 1e-3))
-"""First taught well, then led astray."""
+PHASES = (Phase(1.0, 3000, 500, 2e-3), Phase(0.9, 1800, 280, 1e-3))
+"""First without a mistake, then with some."""
 
 
 def make_env() -> ALFWorldEnv:

@@ -45,9 +45,9 @@ THOUGHTFUL = re.compile(
 CLOSED = re.compile(r"The (.+) is closed\.$")
 PLACE = re.compile(r"\ban? (\w+ \d+)")  # in the description of a room
 TAKE = re.compile(r"take (.+) from (.+)")
+FOUND = re.compile(r"(?:take|use) (\w+ \d+)")
 HASTE = 0.5
 """Of an unskilled expert's mistakes, the share that are hasty."""
-FOUND = re.compile(r"(?:take|use) (\w+ \d+)")
 
 
 class ALFWorldEnv(TextEnv):
@@ -170,7 +170,8 @@ class ALFWorldEnv(TextEnv):
         truncated = not won and self._steps >= self._max_steps
         if won or truncated:
             self._end_session()
-        self._past.append(f"> {command}\n{self._state.observation}")
+        if self._history is not None:
+            self._past.append(f"> {command}\n{self._state.observation}")
         return self._shown(self._state.observation), reward, won, truncated, self._info()
 
     def expert_action(self, skill: float = 1.0) -> str:
@@ -287,8 +288,9 @@ class _Expert:
 
     def hasty_grasp(self, state: State) -> str | None:
         """To take what is looked for from where it is not."""
-        command = f"take {self._to_be_found()} from {self.here}"
-        return command if self.here is not None and self._to_be_found() and command not in state.commands else None
+        wanted = self._to_be_found()
+        command = f"take {wanted} from {self.here}"
+        return command if wanted and self.here and command not in state.commands else None
 
     def saw(self, command: str, admitted: bool, observation: str) -> None:
         """What was done, by whomever, and what came of it."""

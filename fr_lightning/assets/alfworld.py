@@ -30,6 +30,7 @@ from fr_lightning.warm_start import Lesson, demonstrations, save, train
 
 FOLDER = Path(__file__).with_name("alfworld_policy")
 VOCABULARY = 768
+CORPUS_SKILL = 0.6  # the vocabulary should know what mistakes are answered with, too
 BATCH_SIZE = 16
 OBSERVATION_WEIGHT = 0.3
 DEMONSTRATORS = 4
@@ -65,7 +66,7 @@ def corpus(games: int) -> list[str]:
         texts.append(observation)
         ended = False
         while not ended:
-            action = env.expert_action(0.6)
+            action = env.expert_action(CORPUS_SKILL)
             observation, _, won, cut, _ = env.step(action)
             texts += [action, observation]
             ended = won or cut
@@ -95,7 +96,6 @@ def shuffled(played: list[Trajectory], seed: int) -> Iterator[Trajectory]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=int, default=200, help="episodes that the vocabulary is made from")
-    parser.add_argument("--phases", type=int, default=len(PHASES), help="stop after so many")
     parser.add_argument("--output", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
@@ -104,7 +104,7 @@ def main() -> None:
     tokenizer = build_tokenizer(corpus(chosen.corpus), VOCABULARY)
     newborn(tokenizer, chosen.output, VOCABULARY)
     policy = Policy(PolicyConfig(name=str(chosen.output)))
-    for number, phase in enumerate(PHASES[: chosen.phases]):
+    for number, phase in enumerate(PHASES):
         played = play(ChatFormat(tokenizer), phase.skill, phase.demonstrations, chosen.seed + number)
         count = len(played)
         print(

@@ -182,6 +182,7 @@ class Runner:
             if self.limits.max_observation_tokens is not None:
                 shown = self.chat.shortened(shown, self.limits.max_observation_tokens)
             if env.fresh_context:
+                await self.engine.forget(rollout_id)  # a session's calls extend one another, and this one does not
                 conversation.begin_anew(shown)
             else:
                 conversation.add_observation(shown, info.get("role", "user"))

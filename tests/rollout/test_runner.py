@@ -120,6 +120,7 @@ def test_a_fresh_context_is_prompted_with_one_observation_only(chat):
     for turn, prompt, start, stop in zip(trajectory.turns, engine.prompts, starts, starts[1:], strict=False):
         assert trajectory.token_ids[start : turn.start].tolist() == prompt
         assert turn.stop == stop
+    assert engine.forgotten == ["r"] * 3  # each context is a session of its own
     assert trajectory.num_policy_tokens == 3 * (trajectory.turns[0].stop - trajectory.turns[0].start)
 
 

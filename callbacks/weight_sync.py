@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fr_lightning.datamodule import RolloutDataModule
 from fr_lightning.module import FlashReinforce
+from fr_lightning.parallel import of_team
 from fr_lightning.trajectory import TrajectoryBatch
 
 FLOAT32_TOLERANCE = 1e-3
@@ -186,7 +187,7 @@ class _Comparison:
             raise Disagreement(self._says(difference) + "They agreed before: the second publication went wrong.")
 
     def _probe(self) -> TrajectoryBatch:
-        return self.data.probe(self.check.prompts, self.check.tokens)
+        return of_team(self.data.probe(self.check.prompts, self.check.tokens), self.module.team_size)
 
     def _difference(self, probes: TrajectoryBatch) -> float:
         ours = self._logprobs(probes)

@@ -18,7 +18,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fr_lightning.advantage import Baseline, advantages
 from fr_lightning.checkpoints import make_checkpoints_survive
@@ -28,13 +27,13 @@ from fr_lightning.loaders import PlayedEpisodes
 from fr_lightning.lora import check_installed, merged
 from fr_lightning.objective import ImportanceRatio, Objective, policy_loss
 from fr_lightning.packing import micro_batches
-from fr_lightning.parallel import FailedRank, gather_objects, over_ranks, share_evenly
+from fr_lightning.parallel import FailedRank, gather_objects, of_team, over_ranks, share_evenly
 from fr_lightning.policy import Policy, PolicyConfig
 from fr_lightning.rollout.ledger import ResumeRefused
 from fr_lightning.rollout.runner import EpisodeFailed
 from fr_lightning.sharding import sharded_policy
 from fr_lightning.trajectory import Trajectory, TrajectoryBatch
-from fr_lightning.weights import whole_tensors
+from fr_lightning.weights import clip_gradient, whole_tensors
 
 
 @dataclass
@@ -130,7 +129,7 @@ class FlashReinforce(pl.LightningModule):
             self.policy = Policy(self.policy_config)
         else:
             offload = getattr(self.trainer.strategy, "offload", False)
-            self.policy = sharded_policy(self.policy_config, mesh["data_parallel"], offload=offload)
+            self.policy = sharded_policy(self.policy_config, mesh, offload=offload)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         return [FailedRank(), Interruption()]
@@ -166,10 +165,11 @@ class FlashReinforce(pl.LightningModule):
             positive_only=self._positive_only,
         )
         if self.updates_per_batch == 1:
-            batch, numbers = share_evenly(batch)
+            batch, numbers = share_evenly(batch, self.team_size)
             update = self._update(batch, centred[numbers])
-        else:  # ranks must split alike: each learns from its own
-            mine = centred[self.global_rank * len(batch) :][: len(batch)]
+        else:  # ranks must split alike: each team learns from its own
+            batch = of_team(batch, self.team_size)
+            mine = centred[self.global_rank // self.team_size * len(batch) :][: len(batch)]
             parts = _split(len(batch), self.updates_per_batch)
             *_, update = [self._update(batch.subset(rows), mine[list(rows)]) for rows in parts]
         uniform = float((rewards == rewards[0]).all())
@@ -181,8 +181,8 @@ class FlashReinforce(pl.LightningModule):
         assert self.policy is not None
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
-        policy_lengths = self._of_all_ranks(batch.policy_lengths)
-        num_trajectories, num_tokens = len(policy_lengths), int(policy_lengths.sum())
+        policy_lengths = self._of_all_ranks(batch.policy_lengths)  # those of a team once from each of its ranks
+        num_trajectories, num_tokens = (n // self.team_size for n in (len(policy_lengths), int(policy_lengths.sum())))
         groups = micro_batches(batch.lengths, self._max_tokens, packed=self.policy.packed)
         groups += [[]] * (max(gather_objects(len(groups))) - len(groups))  # every rank runs as many
         update = Update(
@@ -225,13 +225,14 @@ class FlashReinforce(pl.LightningModule):
                 ratios.append((int(tokens.sum()), result.importance_ratio))
         update.ratio_mean = sum(n * float(r.mean) for n, r in ratios) / sum(n for n, _ in ratios)
         update.ratio_max = max(float(r.max) for _, r in ratios)
-        if self.world_size > 1:
-            # Strategies average gradients over ranks; the objective is a sum over them. Put right here and not in the
+        teams = self.world_size // self.team_size
+        if teams > 1:
+            # Strategies average gradients over teams; the objective is a sum over them. Put right here and not in the
             # loss: models compute parts of their backward in float32, where a factor of 3 would round.
             for parameter in self.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(self.world_size)
-        update.loss = sum(gather_objects(update.loss))  # each rank has the part of its rows
+                    parameter.grad.mul_(teams)
+        update.loss = sum(gather_objects(update.loss)) / self.team_size  # each team has the part of its rows
         update.gradient_norm = self._clip()
         optimizer.step()
         schedulers = self.lr_schedulers()
@@ -241,9 +242,7 @@ class FlashReinforce(pl.LightningModule):
         return update
 
     def _clip(self) -> float:
-        limit = float("inf") if self._gradient_clip is None else self._gradient_clip
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), limit)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # FSDP2
+        norm = clip_gradient(self.parameters(), self._gradient_clip)
         if not torch.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient of update {self.policy_version + 1} is not finite: lower the learning rate or use "
@@ -268,6 +267,11 @@ class FlashReinforce(pl.LightningModule):
     @property
     def world_size(self) -> int:
         return self.trainer.world_size
+
+    @property
+    def team_size(self) -> int:
+        """Ranks that hold each layer among them and learn from the same trajectories."""
+        return 1 if self.device_mesh is None else self.device_mesh["tensor_parallel"].size()
 
     def _of_all_ranks(self, values: Tensor) -> Tensor:
         return torch.cat(gather_objects(values))

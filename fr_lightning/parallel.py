@@ -1,5 +1,8 @@
 """What several ranks need of each other: a strategy, objects gathered, work shared, a failure that ends them all.
 
+A team is the ranks that hold each layer among them (tensor parallelism) and so learn from the same trajectories; mostly
+a team is one rank. Ranks of a team have numbers next to each other.
+
 Invariant: with one rank, everything here leaves things as they are.
 """
 
@@ -29,9 +32,11 @@ exchange, 21 bytes a token and its routes where they are replayed, is small besi
 class FSDP2(ModelParallelStrategy):
     """Weights, gradients and optimizer states sharded over all ranks of all nodes.
 
-    Lightning's own strategy reads its defaults as tensor parallelism within a node; here every rank is data-parallel.
+    Lightning's own strategy reads its defaults as tensor parallelism within a node; here that is asked for.
 
     Args:
+        tensor_parallel_size: ranks of a team, which compute each layer together: above 1 where one layer, or the
+            activations of one trajectory, are too large for a device. A divisor of the ranks of a node.
         save_distributed_checkpoint: a folder that every rank writes its part of, or one whole file.
         process_group_backend: null: `nccl` on GPUs, `gloo` on CPUs.
         timeout: seconds until a rank that waits for a lost one gives up.
@@ -41,21 +46,30 @@ class FSDP2(ModelParallelStrategy):
 
     def __init__(
         self,
+        tensor_parallel_size: int = 1,
         save_distributed_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout: float = 600.0,
         offload: bool = False,
     ):
+        if tensor_parallel_size < 1:
+            raise ValueError(f"tensor_parallel_size must be ≥ 1, got {tensor_parallel_size}")
         super().__init__(
-            tensor_parallel_size=1,
+            tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timedelta(seconds=timeout),
         )
+        self.team_size = tensor_parallel_size
         self.offload = offload
 
     def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes
+        if self.num_processes % self.team_size:
+            raise ValueError(
+                f"trainer.devices {self.num_processes} must be a multiple of "
+                f"trainer.strategy.init_args.tensor_parallel_size {self.team_size}: a team lies on one node"
+            )
+        self._data_parallel_size = self.num_nodes * self.num_processes // self.team_size
         super().setup_environment()
 
     def model_to_device(self) -> None:
@@ -94,8 +108,17 @@ def gather_objects(value: T) -> list[T]:
     return gathered
 
 
-def share_evenly(batch: TrajectoryBatch) -> tuple[TrajectoryBatch, list[int]]:
-    """What this rank learns from, of the batches of all ranks, so that none has much more to do than the others.
+def of_team(batch: TrajectoryBatch, size: int) -> TrajectoryBatch:
+    """The batches of all ranks of this one's team as one, in their order. Collective."""
+    if size == 1:
+        return batch
+    of_ranks = gather_objects(batch.trajectories)
+    first = torch.distributed.get_rank() // size * size
+    return TrajectoryBatch(trajectory for of_rank in of_ranks[first : first + size] for trajectory in of_rank)
+
+
+def share_evenly(batch: TrajectoryBatch, team_size: int = 1) -> tuple[TrajectoryBatch, list[int]]:
+    """What this rank's team learns from, of the batches of all ranks, so that none has much more to do than the others.
 
     Returns:
         its trajectories, and their numbers among those of all ranks, which count rank by rank. Collective.
@@ -103,11 +126,11 @@ def share_evenly(batch: TrajectoryBatch) -> tuple[TrajectoryBatch, list[int]]:
     of_ranks = gather_objects(batch.lengths)
     lengths = [length for of_rank in of_ranks for length in of_rank]
     rank = torch.distributed.get_rank() if len(of_ranks) > 1 else 0
-    if max(map(sum, of_ranks)) <= UNEVEN * sum(lengths) / len(of_ranks):
+    if team_size == 1 and max(map(sum, of_ranks)) <= UNEVEN * sum(lengths) / len(of_ranks):
         first = sum(map(len, of_ranks[:rank]))
         return batch, list(range(first, first + len(batch)))
     everything = [trajectory for of_rank in gather_objects(batch.trajectories) for trajectory in of_rank]
-    mine = balanced_parts(lengths, len(of_ranks))[rank]
+    mine = balanced_parts(lengths, len(of_ranks) // team_size)[rank // team_size]
     return TrajectoryBatch(everything[row] for row in mine), mine
 
 

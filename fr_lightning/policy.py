@@ -130,10 +130,10 @@ class Policy(nn.Module):
         Raises:
             ValueError: it has none that can be told apart.
         """
-        lists = [module for module in self._decoder.children() if isinstance(module, nn.ModuleList)]
+        lists = [module for module in self.decoder.children() if isinstance(module, nn.ModuleList)]
         if not lists:
             raise ValueError(
-                f"{type(self._decoder).__name__} has no list of layers: it can be neither sharded nor compiled"
+                f"{type(self.decoder).__name__} has no list of layers: it can be neither sharded nor compiled"
             )
         return max(lists, key=len)
 
@@ -201,7 +201,8 @@ class Policy(nn.Module):
         return self.model.named_parameters(remove_duplicate=True)
 
     @property
-    def _decoder(self) -> nn.Module:
+    def decoder(self) -> nn.Module:
+        """The model without its head."""
         return self.model.get_decoder()
 
     @property
@@ -236,7 +237,7 @@ class Policy(nn.Module):
                 )
             replay = self._routing.replay(arranged(rows.routed_experts, NO_EXPERT).flatten(0, 1))
         with replay:
-            return self._decoder(input_ids=arranged(rows.token_ids, 0), use_cache=False, **options).last_hidden_state
+            return self.decoder(input_ids=arranged(rows.token_ids, 0), use_cache=False, **options).last_hidden_state
 
     def _padded_states(self, rows: PaddedRows) -> tuple[Tensor, Tensor]:
         """Last hidden states [contexts, longest context, D], and where each slot [b, N] is in them once flattened.
@@ -280,7 +281,7 @@ class Policy(nn.Module):
         """The model's own logits of four tokens must be what this class computes from its hidden states."""
         ids = torch.arange(4, device=next(self.parameters()).device)[None] + 1
         expected = self.model(input_ids=ids, use_cache=False).logits.float()
-        hidden = self._decoder(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = self.decoder(input_ids=ids, use_cache=False).last_hidden_state
         found = self._head(hidden).float() * self.logit_scale
         tolerance = 8 * torch.finfo(hidden.dtype).eps * max(1.0, float(expected.abs().max()))
         if found.shape != expected.shape or not torch.allclose(found, expected, rtol=0.0, atol=tolerance):
@@ -296,9 +297,9 @@ class Policy(nn.Module):
         """
         ids = torch.arange(6, device=next(self.parameters()).device)[None] % 4 + 1
         try:
-            alone = self._decoder(input_ids=ids[:, 3:], use_cache=False).last_hidden_state
+            alone = self.decoder(input_ids=ids[:, 3:], use_cache=False).last_hidden_state
             positions = torch.arange(6, device=ids.device)[None] % 3
-            packed = self._decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[:, 3:]
+            packed = self.decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[:, 3:]
         except TypeError:  # no positions in its signature
             return False
         return float((packed - alone).norm() / alone.norm()) < torch.finfo(alone.dtype).eps ** 0.5

@@ -7,7 +7,7 @@ holds all of them: only its shards, and one layer or one tensor at a time. In ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -24,6 +24,13 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from fr_lightning.lora import base_name
 from fr_lightning.models import empty_causal_lm, load_causal_lm, resolve_model
@@ -35,7 +42,7 @@ def sharded_policy(config: PolicyConfig, mesh: DeviceMesh, *, offload: bool = Fa
 
     Args:
         config: as for `Policy`.
-        mesh: one-dimensional, over the ranks that share a copy of the policy.
+        mesh: all ranks, by `data_parallel` and `tensor_parallel` coordinate.
         offload: keep shards, gradients and optimizer states in host memory; a layer comes to the device for its turn.
 
     Raises:
@@ -43,13 +50,52 @@ def sharded_policy(config: PolicyConfig, mesh: DeviceMesh, *, offload: bool = Fa
     """
     dtype = getattr(torch, config.dtype)
     policy = Policy(config, empty_causal_lm(config.name, dtype, trust_remote_code=config.trust_remote_code))
-    shard(policy, mesh, offload=offload)
+    split_layers(policy, mesh["tensor_parallel"])
+    shard(policy, mesh["data_parallel"], offload=offload)
     _load_weights(policy, mesh, torch.device("cpu") if offload else _device_of(mesh))
     register_fsdp_forward_method(policy, "verify")
     policy.verify()
     assert isinstance(policy, FSDPModule)
     policy.reshard()  # the root stays whole after a forward, and an optimizer must not see it so
     return policy
+
+
+def split_layers(policy: Policy, team: DeviceMesh) -> None:
+    """Each decoder layer over the ranks of a team, as transformers says for the architecture: heads of attention,
+    columns of feed-forward networks.
+
+    Args:
+        policy: with its weights, or on `meta`; changed.
+        team: one-dimensional.
+
+    Raises:
+        ValueError: the model is not one that this can be done with, or not over so many ranks.
+    """
+    size = team.size()
+    if size == 1:
+        return
+    config = policy.model.config.get_text_config()
+    refused = f"trainer.strategy.init_args.tensor_parallel_size {size}: "
+    of_decoder: dict[str, str] = config.base_model_tp_plan or {}
+    plan = {name: style for name, style in of_decoder.items() if name.startswith("layers.")}  # not embeddings and head
+    unknown = sorted({style for style in plan.values() if style not in _STYLES})
+    if not plan or unknown:
+        raise ValueError(f"{refused}{type(policy.model).__name__} cannot be split so ({unknown or 'no plan for it'})")
+    if policy.config.lora is not None:
+        raise ValueError(refused + "adapters (model.policy.lora) are not split")
+    heads = {name: getattr(config, name, size) for name in ("num_attention_heads", "num_key_value_heads")}
+    for name, count in {**heads, "intermediate_size": config.intermediate_size}.items():
+        if count % size:
+            raise ValueError(f"{refused}the model's {name} is {count}, not a multiple of it")
+    parallelize_module(policy.decoder, team, {name: _STYLES[style]() for name, style in plan.items()})
+
+
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    # norms of each head, [b, N, heads, d]: the same weights on all ranks, whose gradients are summed over them
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+}
 
 
 def shard(policy: Policy, mesh: DeviceMesh, *, offload: bool = False) -> None:
@@ -111,10 +157,11 @@ def _deal_out(wanted: dict[str, Tensor], config: PolicyConfig, mesh: DeviceMesh)
     device = _device_of(mesh)
     for name, shards in wanted.items():
         source = whole[name].to(device) if whole else torch.empty(shards.shape, dtype=shards.dtype, device=device)
+        torch.distributed.broadcast(source, 0)
         if isinstance(shards, DTensor):
-            shards.to_local().copy_(distribute_tensor(source, mesh, shards.placements).to_local())
+            mine = distribute_tensor(source, shards.device_mesh, shards.placements, src_data_rank=None)
+            shards.to_local().copy_(mine.to_local())
         else:
-            torch.distributed.broadcast(source, 0)
             shards.copy_(source)
 
 

@@ -85,6 +85,8 @@ def strategy_named(name: str) -> Strategy | str:
             return DDPStrategy(process_group_backend="gloo")
         case "fsdp2":
             return FSDP2(process_group_backend="gloo")
+        case "tensor":
+            return FSDP2(tensor_parallel_size=2, process_group_backend="gloo")
     return "auto"
 
 
@@ -124,7 +126,7 @@ def gradient(args: argparse.Namespace, objective: Objective, batch: TrajectoryBa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--strategy", choices=["auto", "ddp", "fsdp2"], default="auto")
+    parser.add_argument("--strategy", choices=["auto", "ddp", "fsdp2", "tensor"], default="auto")
     parser.add_argument("--ranks", type=int, default=1, help="on each node")
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float64")

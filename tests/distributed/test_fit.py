@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from tests.chaos.audit import problems, updates
 
 OVERLAYS = Path(__file__).parents[2] / "configs" / "overlays"
+TEAM_OF_TWO = ("--trainer.strategy.init_args.tensor_parallel_size", "2")
 
 
 def settings(model, folder, **trainer):
@@ -105,10 +106,17 @@ def alone(tiny_model, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
-def test_two_ranks_make_the_run_of_one_and_go_on_from_its_checkpoint(tiny_model, tmp_path, alone, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        pytest.param("ddp", (), marks=pytest.mark.slow),
+        ("fsdp2", ()),
+        pytest.param("fsdp2", TEAM_OF_TWO, marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_make_the_run_of_one_and_go_on_from_its_checkpoint(tiny_model, tmp_path, alone, strategy, options):
     folder = tmp_path / "run"
-    finished(launch(tiny_model, folder, strategy=strategy))
+    finished(launch(tiny_model, folder, strategy=strategy, options=options))
     for name in ("train/reward", "train/loss", "train/gradient_norm", "train/importance_ratio_mean", "lag/max"):
         assert len(column(alone, name)) == 4
         assert column(folder, name) == pytest.approx(column(alone, name), rel=1e-3, abs=1e-6), name
@@ -116,7 +124,7 @@ def test_two_ranks_make_the_run_of_one_and_go_on_from_its_checkpoint(tiny_model,
 
     again = tmp_path / "again"
     checkpoint = next(path for path in (folder / "saved").iterdir() if "step=2" in path.name)
-    finished(launch(tiny_model, again, strategy=strategy, options=["--ckpt_path", str(checkpoint)]))
+    finished(launch(tiny_model, again, strategy=strategy, options=[*options, "--ckpt_path", str(checkpoint)]))
     assert column(again, "train/gradient_norm") == pytest.approx(column(folder, "train/gradient_norm")[2:], rel=1e-5)
 
     exported = tmp_path / "exported"

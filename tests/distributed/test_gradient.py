@@ -42,7 +42,14 @@ def test_one_process_agrees_with_itself_over_micro_batches_and_orders(alone):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [pytest.param("ddp", 2, marks=pytest.mark.slow), ("ddp", 3), ("fsdp2", 2)]
+    ("strategy", "ranks"),
+    [
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
+        ("ddp", 3),
+        ("fsdp2", 2),
+        pytest.param("tensor", 2, marks=pytest.mark.slow),
+        pytest.param("tensor", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_together_make_the_gradient_of_one_process(tiny_model, tmp_path, alone, strategy, ranks):
     assert_equal(gradients(tmp_path, tiny_model, strategy=strategy, ranks=ranks), alone, 1e-10)

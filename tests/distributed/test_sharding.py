@@ -1,6 +1,7 @@
 """A policy that is sharded before it has weights is the policy that one process loads, adapters included."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.multiprocessing.spawn import spawn
 
 from fr_lightning import sharding
 from fr_lightning.lora import Lora, merged
+from fr_lightning.parallel import FSDP2
 from fr_lightning.policy import Policy, PolicyConfig
 from fr_lightning.weights import whole_tensors
 from tests.test_policy import BATCH, MODELS, VOCABULARY
@@ -66,7 +68,7 @@ def no_whole_model(*args, **options):
 def one_rank(rank, folders, output):
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{output}/rendezvous", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     found = {}
     load = sharding.load_causal_lm
     for offload in (False, True):
@@ -107,3 +109,26 @@ def test_logprobs_and_an_update_are_those_of_one_process(folders, tmp_path):
                 assert weights.keys() == expected.keys()
                 for name, weight in weights.items():
                     torch.testing.assert_close(weight, expected[name].detach(), **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "reason"),
+    [
+        ("tied", 3, r"tensor_parallel_size 3: the model's num_attention_heads is 4"),
+        ("untied", 4, r"num_key_value_heads is 2, not a multiple"),
+        ("experts", 2, r"Qwen3MoeForCausalLM cannot be split so \(\['moe_tp_experts', 'packed_colwise'\]\)"),
+        ("adapters", 2, r"adapters \(model\.policy\.lora\) are not split"),
+    ],
+)
+def test_layers_that_a_team_cannot_share_are_refused(folders, case, size, reason):
+    policy = Policy(settings(case, folders[case]))
+    team = SimpleNamespace(size=lambda: size)
+    with pytest.raises(ValueError, match=reason):
+        sharding.split_layers(policy, team)
+
+
+def test_a_team_lies_on_one_node():
+    strategy = FSDP2(tensor_parallel_size=2)
+    strategy.parallel_devices = [torch.device("cpu")] * 3
+    with pytest.raises(ValueError, match=r"trainer\.devices 3 must be a multiple of .*tensor_parallel_size 2"):
+        strategy.setup_environment()
